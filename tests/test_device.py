@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ import sim_jobs
 import warm
 from compare import differing
 from cover import name_of, pairwise
+from lightning_zero import device
 from lightning_zero.config import ActivationCheckpointing, Offload
-from lightning_zero.device import untested
+from lightning_zero.device import to_host, untested
 from lightning_zero.rehearsal.memory import Phase
 from ranks import RankPool
 
@@ -320,3 +322,16 @@ def test_gradients_of_one_rank_leave_for_the_host_beside_compute(tmp_path: Path)
 def test_a_device_that_was_never_tried_is_told_in_one_line() -> None:
     assert untested(torch.device("cpu")) is untested(torch.device("cuda", 1)) is None
     assert "never tried on 'xpu' devices" in str(untested(torch.device("xpu")))
+
+
+def test_a_copy_to_the_host_by_way_of_a_second_tensor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch copies from that tensor to the target at once, whatever has arrived in it."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(device, "has_streams", lambda _: True)
+    monkeypatch.setattr(device, "record", lambda _: Mock(query=lambda: False))
+    source = torch.ones(4, 3)
+    assert not to_host(torch.zeros(4, 3), source).is_over
+    for target in (torch.zeros(4, 3, dtype=torch.float64), torch.zeros(3, 4).t(), torch.zeros(2, 4, 3)):
+        assert to_host(target, source).is_over
+        assert bool((target == 1).all())
+    assert to_host(torch.zeros(3, 4), source.t()).is_over

@@ -20,7 +20,7 @@ from lightning_zero import ZeroEMA, ZeroStrategy, cli
 from lightning_zero.rehearsal import planning
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
-from lightning_zero.rehearsal.memory import Moment, Other, Phase
+from lightning_zero.rehearsal.memory import Memory, Moment, Other, Phase
 from lightning_zero.rehearsal.planning import TIE, Candidate, Plan, plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from older import HELD_BY_BARRIERS, WRONG_INDICES
@@ -367,6 +367,32 @@ def test_a_save_needs_what_rests_and_one_tensor_at_a_time(tmp_path: Path) -> Non
     assert " save " in str(told).splitlines()[1]
 
 
+def test_of_each_phase_the_moment_with_most_bytes_on_the_device_is_kept() -> None:
+    asked: list[int] = []
+    memory = Memory(whole_gradients=lambda: asked.append(0) or 1000)
+    module = torch.zeros(100)
+    memory.born(module)
+    memory.phase = Phase.SET_UP
+    for numel in (10, 2):  # one after the other
+        buffer = torch.zeros(numel)
+        memory.born(buffer)
+        del buffer
+    memory.phase = Phase.OVER
+    assert memory.peaks[Phase.SET_UP].device == {Other.BUFFER: 40}
+    assert memory.peaks[Phase.SET_UP].host == {Other.MODULE: 400}
+    del module
+    memory.is_last, memory.phase = True, Phase.BACKWARD
+    made = torch.zeros(10)
+    memory.born(made)
+    asked.clear()
+    del made  # it may be the gradient of a parameter, which nobody is to ask for it now
+    assert asked == []
+    assert memory.peaks[Phase.BACKWARD].device == {"gradient": 40}, "no more of what was made than there is"
+    with pytest.raises(ZeroDivisionError), memory.looking_away():
+        raise ZeroDivisionError
+    assert memory.phase is Phase.BACKWARD
+
+
 def test_a_first_step_gathers_as_often_as_those_that_follow_a_plan() -> None:
     """Backward runs without gradients, as an evaluation does: a unit that it uses again begins no other batch."""
     first, last = (
@@ -374,6 +400,8 @@ def test_a_first_step_gathers_as_often_as_those_that_follow_a_plan() -> None:
         for steps in (1, 3)
     )
     assert first.sent["all_gather"].nbytes <= last.sent["all_gather"].nbytes
+    assert Phase.FIRST in last.peaks, "what comes before the last step has a peak of its own"
+    assert Phase.FIRST not in first.peaks
 
 
 @pytest.mark.parametrize(
