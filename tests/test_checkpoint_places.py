@@ -23,6 +23,7 @@ import checkpoint_jobs as jobs
 from lightning_zero.checkpoint import CheckpointError, Folder, Saver, StoredCheckpoint, find_newest, verify
 from lightning_zero.checkpoint.export import consolidate
 from lightning_zero.pl import interop
+from lightning_zero.pl.checkpointing import _call_it_the_last
 from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
@@ -335,3 +336,23 @@ def test_a_checkpoint_that_was_saved_over_while_it_is_read_says_so(tmp_path: Pat
         save(path, 2)
         with pytest.raises(CheckpointError, match="Another checkpoint was saved to its place in between"):
             found.load()
+
+
+@pytest.mark.parametrize(
+    ("save_last", "pattern", "link", "is_named"),
+    [
+        (True, "last", "last.ckpt", True),
+        ("link", "last", "last-v1.ckpt", True),
+        (True, "newest-{epoch}", "newest-epoch=3.ckpt", True),
+        (True, "newest-{epoch}", "last.ckpt", False),
+        (None, "last", "last.ckpt", False),
+    ],
+)
+def test_a_link_is_the_last_checkpoint_of_who_calls_its_last_so(
+    save_last: Any, pattern: str, link: str, is_named: bool, tmp_path: Path
+) -> None:
+    saver = ModelCheckpoint(tmp_path, save_last=save_last, save_top_k=-1)
+    saver.CHECKPOINT_NAME_LAST = pattern
+    state = {"dirpath": str(tmp_path), "last_model_path": "before"}
+    _call_it_the_last({"callbacks": {saver.state_key: state, "another": {}}}, link, [saver, ModelCheckpoint("other")])
+    assert state["last_model_path"] == (str(tmp_path / link) if is_named else "before")

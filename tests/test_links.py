@@ -36,6 +36,7 @@ from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.landing import Arrival, Landing
 from lightning_zero.wire.links import ONLY_TCP, Links
+from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.outbox import Outbox
 from lightning_zero.wire.worlds import own_group
 from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
@@ -899,3 +900,14 @@ def test_training_with_links_to_some_ranks_gives_ddps_bits(stage: int, pool_of: 
     expected = pool_of(4).once(jobs.fit_exactly, "ddp", 4)
     for mine, theirs in zip(found, expected, strict=True):
         assert differing(mine, theirs) == []
+
+
+def test_no_two_jobs_of_a_machine_listen_at_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of the same number: one would not start, or be taken for the other."""
+    names: list[bytes] = []
+    monkeypatch.setattr(links, "_listen", names.append)
+    for _ in range(2):
+        Links(LocalComm())
+    first, second = names
+    assert first != second
+    assert first.startswith(b"\0"), "it is no file"
