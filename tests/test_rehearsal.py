@@ -167,9 +167,7 @@ def test_a_module_of_the_users_stays_as_it_is() -> None:
     model = rehearsal_jobs.Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    average = ZeroEMA(decay=0.5)
-    rehearse(model, rehearsal_jobs.batch_of(), ZeroStrategy(stage=3), ranks=2, callbacks=[average])
-    assert average._latest_update_step == 0, "a callback of theirs does, too"
+    rehearse(model, rehearsal_jobs.batch_of(), ZeroStrategy(stage=3), ranks=2)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -456,6 +454,17 @@ def test_a_plan_rehearses_with_all_that_it_is_given(monkeypatch: pytest.MonkeyPa
     plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, on_cpu=True, **means, **trainer)
     assert given == [{**means, "on_cpu": ["yes", trainer], **trainer}] * len(given)
     assert not [one for one in planning._strategies({}) if one["stage"] < 3 and "prefetch" in one], "the same twice"
+
+
+def test_what_callbacks_count_begins_anew_in_each_rehearsal_of_a_plan() -> None:
+    average = ZeroEMA(decay=0.5)
+    fixed = {**FIXED, "bucket_size_mb": 1}
+    given: dict[str, Any] = {"ranks": 2, "device_bytes": 10**9, "fixed": fixed, "thorough": False, "divides": False}
+    found = plan(rehearsal_jobs.Small, rehearsal_jobs.batch_of, callbacks=[average], **given)
+    assert len(found.candidates) > 1
+    assert len({one.rehearsal.at_rest["average"] for one in found.candidates}) == 1
+    assert found.best.rehearsal.at_rest["average"] > 0
+    assert average._latest_update_step == 0
 
 
 def taking(seconds: float, *moments: Moment, stage: int = 2) -> Candidate:

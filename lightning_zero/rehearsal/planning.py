@@ -1,5 +1,6 @@
 """`plan`: rehearses strategies, and finds the fastest ones that fit on a device."""
 
+import copy
 import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -203,16 +204,16 @@ def plan(
     if ranks < 1 or device_bytes <= 0:
         raise ValueError(f"ranks={ranks} and device_bytes={device_bytes}: write at least 1, and such as 80 * 10**9.")
     fixed = fixed or {}
-    known = answers_of(module, batch, **trainer) if on_cpu else False
+    known = answers_of(module, batch, **_anew(trainer)) if on_cpu else False
     given: dict[str, Any] = {"ranks": ranks, "device_bytes": device_bytes, "host_is_apart": host_is_apart}
-    given |= {"on_cpu": known, "rates": rates, **trainer}
+    given |= {"on_cpu": known, "rates": rates}
     made = Plan(candidates=(), refused={}, ranks=ranks, device_bytes=device_bytes, host_bytes=host_bytes)
 
     def extended(so_far: Plan, strategies: Iterable[dict[str, Any]], refusals: Any = REFUSALS) -> Plan:
         found, refused = [*so_far.candidates], {**so_far.refused}
         for strategy in strategies:
             try:
-                one = rehearse(module, batch, strategy, **given)
+                one = rehearse(module, batch, strategy, **given, **_anew(trainer))
             except refusals as error:
                 refused[str(strategy)] = str(error)
                 continue
@@ -232,6 +233,13 @@ def plan(
             break  # the module does not divide its layers
         made = longer
     return made
+
+
+def _anew(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a Trainer is given, with copies of its callbacks: what they count begins anew in each rehearsal."""
+    given = trainer.get("callbacks") or ()
+    callbacks = [copy.copy(one) for one in (given if isinstance(given, Sequence) else [given])]
+    return {**trainer, "callbacks": callbacks} if callbacks else {**trainer}
 
 
 def _spends_time(strategy: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -188,9 +188,6 @@ def train(
 ) -> None:
     """Trains with the same batch again and again, and with nothing beside it."""
     batches = [batch() if callable(batch) else batch] * (steps * trainer.get("accumulate_grad_batches", 1))
-    given = trainer.pop("callbacks", None) or []
-    # They stay as they are, as the module does: what they count begins anew in another rehearsal.
-    callbacks = [copy.copy(one) for one in (given if isinstance(given, list) else [given])]
     pl.Trainer(
         accelerator=accelerator,
         devices=devices,
@@ -203,7 +200,6 @@ def train(
         limit_val_batches=0,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        callbacks=callbacks,
         **trainer,
     ).fit(_made(module), DataLoader(cast(Any, batches), batch_size=None))
 

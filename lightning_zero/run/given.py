@@ -36,13 +36,14 @@ def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False)
 
 def _given_in(reductions: Reductions, slots: Sequence[Slot], *, steps: bool) -> Iterator[tuple[Slot, Tensor]]:
     """Yields the parameters whose `p.grad` is to be taken over, with it."""
+    takes_own = steps and reductions.are_accumulated
     for slot in slots:
         with no_interception():
             grad = slot.local.grad
         if grad is not None:
             reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
             averaged = averaged_of(slot)
-            if not averaged.is_shown(slot, grad) or (steps and averaged.is_accumulated(grad)):
+            if not averaged.is_shown(slot, grad) or (takes_own and averaged.is_accumulated(grad)):
                 yield slot, grad
 
 

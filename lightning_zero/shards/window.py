@@ -51,7 +51,7 @@ class Changes(NamedTuple):
 
 # Of all parameters in each step: in calls of C alone.
 _NO_STATE: dict[str, Any] = {}
-_STEPPED, _VALUES = attrgetter("local.stepped"), methodcaller("values")
+_PARAMETER, _VALUES = attrgetter("parameter"), methodcaller("values")
 _IS_TENSOR, _IS_COUNT = (partial(type.__instancecheck__, kind) for kind in (Tensor, int))
 
 
@@ -200,7 +200,10 @@ class Window(ABC):
     def state_edits(self) -> int:
         """Torch's counts of edits of the state of what is shown, and counts of steps that are no tensors, added up.
         What is staged shares a count, with gradients too."""
-        states = map(dict.get, repeat(self._optimizer.state), map(_STEPPED, self._shown), repeat(_NO_STATE))
+        keys = [*map(_PARAMETER, self._shown)]
+        if self._stand_ins:
+            keys = [self._stand_ins.get(key, key) for key in keys]
+        states = map(dict.get, repeat(self._optimizer.state), keys, repeat(_NO_STATE))
         values = [*chain.from_iterable(map(_VALUES, states))]
         return sum(map(edits_of, filter(_IS_TENSOR, values))) + sum(filter(_IS_COUNT, values))
 
