@@ -160,6 +160,12 @@ def test_no_sync_keeps_backwards_local_until_one_reduces_them(stage: int, accumu
     on_two_ranks(stage, act, accumulation=accumulation)
 
 
+def average_by_hand(model: Any, comm: Comm) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.copy_(comm.all_reduce(parameter.grad.clone(), "by hand") / 2)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm, by_hand: bool) -> dict[str, Tensor]:
@@ -167,9 +173,8 @@ def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
             optimizer.zero_grad()
             with engine.no_sync() if by_hand else nullcontext():
                 loss_of(model, comm.rank, step).backward()
-            for parameter in model.parameters() if by_hand else ():
-                if parameter.grad is not None:
-                    parameter.grad.copy_(comm.all_reduce(parameter.grad.clone(), "by hand") / 2)
+            if by_hand:
+                average_by_hand(model, comm)
             optimizer.step()
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -192,9 +197,8 @@ def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: in
             optimizer.zero_grad()
             with engine.no_sync() if by_hand else nullcontext():
                 scaler.scale(loss_of(model, comm.rank, step)).backward()
-            for parameter in model.parameters() if by_hand else ():
-                if parameter.grad is not None:
-                    parameter.grad.copy_(comm.all_reduce(parameter.grad.clone(), "by hand") / 2)
+            if by_hand:
+                average_by_hand(model, comm)
             assert engine.averages.unscale_(scaler, optimizer).ranks == []
             scaler.step(optimizer)
             scaler.update()

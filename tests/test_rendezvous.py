@@ -769,6 +769,14 @@ class MayHoldBias(nn.Linear):
         return nn.functional.linear(hidden, self.weight, bias + self.bias * 0 if self.has_zeros else bias)
 
 
+def assert_none_counts_as_zeros(start: Any, act_with: Callable[[bool], Any], stage: int) -> None:
+    """Of a model of `MayHoldBias`: `act_with` is told whether a rank has gradients of zeros, or none."""
+    options: dict[str, Any] = {"unit_classes": ("MayHoldBias",)} if stage == 3 else {"bucket_bytes": FEW_BUCKETS}
+    found, expected = (on_engine(start, act_with(one), stage, **options) for one in (False, True))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("steps", [range(5), [3]], ids=["always", "once"])
 def test_micro_batches_agree_where_ranks_use_the_same_and_one_has_no_gradient_of_it(
@@ -790,10 +798,7 @@ def test_micro_batches_agree_where_ranks_use_the_same_and_one_has_no_gradient_of
 
         return act
 
-    options: dict[str, Any] = {"unit_classes": ("MayHoldBias",)} if stage == 3 else {"bucket_bytes": FEW_BUCKETS}
-    found, expected = (on_engine(start, act_with(one), stage, **options) for one in (False, True))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_none_counts_as_zeros(start, act_with, stage)
 
 
 @pytest.mark.parametrize("micros", [2, 3])
@@ -841,10 +846,7 @@ def test_a_rank_that_has_looked_at_its_gradients_still_tells_at_the_step_which_i
 
         return act
 
-    options: dict[str, Any] = {"unit_classes": ("MayHoldBias",)} if stage == 3 else {"bucket_bytes": FEW_BUCKETS}
-    found, expected = (on_engine(start, act_with(one), stage, **options) for one in (False, True))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_none_counts_as_zeros(start, act_with, stage)
 
 
 @pytest.mark.parametrize("micros", [1, 3])
