@@ -452,15 +452,15 @@ def test_a_plan_rehearses_with_all_that_it_is_given(monkeypatch: pytest.MonkeyPa
     trainer = {"precision": "bf16-mixed"}
     means: dict[str, Any] = {"ranks": 2, "device_bytes": 10**9, "host_is_apart": False, "rates": Rates(link=1.0)}
     plan(rehearsal_jobs.Model, rehearsal_jobs.batch_of, on_cpu=True, **means, **trainer)
+    assert given
     assert given == [{**means, "on_cpu": ["yes", trainer], **trainer}] * len(given)
     assert not [one for one in planning._strategies({}) if one["stage"] < 3 and "prefetch" in one], "the same twice"
 
 
 def test_what_callbacks_count_begins_anew_in_each_rehearsal_of_a_plan() -> None:
     average = ZeroEMA(decay=0.5)
-    fixed = {**FIXED, "bucket_size_mb": 1}
-    given: dict[str, Any] = {"ranks": 2, "device_bytes": 10**9, "fixed": fixed, "thorough": False, "divides": False}
-    found = plan(rehearsal_jobs.Small, rehearsal_jobs.batch_of, callbacks=[average], **given)
+    given: dict[str, Any] = {"ranks": 2, "device_bytes": 10**9, "fixed": FIXED, "thorough": False, "divides": False}
+    found = plan(*SMALL, callbacks=[average], **given)
     assert len(found.candidates) > 1
     assert len({one.rehearsal.at_rest["average"] for one in found.candidates}) == 1
     assert found.best.rehearsal.at_rest["average"] > 0

@@ -112,7 +112,7 @@ class Average:
         for group in self._arrays:
             update = partial(self._update, group, self.updates)
             if group.has_postponed:
-                group.postpone(update, needs_all=group.needs_all)  # not before what comes back in the step before it
+                group.postpone(update, needs_all=group.needs_all)  # after whole tensors have come back
             else:
                 update()
         with _writable():
