@@ -292,6 +292,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module, torch.device, Size], Step]:
             # The optimizer of all others, and not a kernel of DeepSpeed's, which it would have to compile.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # left out, it clips to norm 1
         }
         optimizer = AdamW(model.parameters(), lr=RATE)
         initialize = importlib.import_module("deepspeed").initialize
