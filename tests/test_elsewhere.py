@@ -71,6 +71,8 @@ def test_answers_name_arguments_that_are_there() -> None:
         ("find_unused_parameters", "always found"),
         ("lazy_bucket_allocation", "constant size"),  # DDP has it since torch 2.15
         ("reduce_bucket_size", "counts MiB"),
+        ("zero_hpz_partition_size", "replicate_size="),  # of DeepSpeed's file
+        ("optimizer", "configure_optimizers"),
         ("bucket_size", "did you mean 'bucket_size_mb'"),
         ("devices", r"The Trainer has it: Trainer\(devices=...\)"),
         ("precision", r"The Trainer has it: Trainer\(precision=...\)"),
