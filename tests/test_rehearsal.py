@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rehearsal_jobs
-from lightning_zero import ZeroEMA, ZeroStrategy, cli
+from lightning_zero import Offload, ZeroEMA, ZeroStrategy, cli
 from lightning_zero.rehearsal import planning
 from lightning_zero.rehearsal.cost import Rates
 from lightning_zero.rehearsal.hollow import NeedsValuesError
+from lightning_zero.rehearsal.imagined import ImaginedDisk
 from lightning_zero.rehearsal.memory import Memory, Moment, Other, Phase
 from lightning_zero.rehearsal.planning import TIE, Candidate, Plan, plan
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
@@ -363,6 +365,37 @@ def test_a_save_needs_what_rests_and_one_tensor_at_a_time(tmp_path: Path) -> Non
     assert save.nbytes == resting + batch + largest  # which was read from the disk
     assert told.saved > 50 * largest
     assert " save " in str(told).splitlines()[1]
+
+
+def test_what_is_on_its_way_to_the_disk_counts_until_somebody_waits_for_it() -> None:
+    disk, ended = ImaginedDisk("there"), []
+    for begin in (disk.begin_write, disk.begin_read):
+        values = torch.ones(4)
+        weakref.finalize(values.untyped_storage(), ended.append, begin.__name__)
+        moving = begin([(0, values)])
+        del values
+        assert ended == []
+        moving.result()
+        assert ended.pop() == begin.__name__
+
+
+class Alike(rehearsal_jobs.Small):
+    """Layers of equal size."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+
+def test_state_that_a_first_step_has_made_counts_while_it_is_written() -> None:
+    """Where two windows take as much of the device, what the one before leaves to be written is told."""
+    offload, layer = Offload("nvme", path="there"), 64 * 64 + 64
+    told = rehearse(Alike, torch.ones(4, 64), {"stage": 1, "offload": offload, "bucket_size_mb": 0.02})
+    counts = 4 * 2 * 6  # bytes of the steps of all parameters
+    assert 0 <= told.peaks[Phase.FIRST].host["optimizer state"] - 2 * 4 * layer <= counts
 
 
 def test_of_each_phase_the_moment_with_most_bytes_on_the_device_is_kept() -> None:

@@ -3,7 +3,8 @@
 import os
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -26,7 +27,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.tiers.disk import Disk
+from lightning_zero.tiers.disk import Disk, Move
 from lightning_zero.tiers.ledger import Ledger
 from lightning_zero.torch_private import leave_imagined_world, tree_leaves
 from lightning_zero.views.lazy import LazyTensor, Spread
@@ -47,7 +48,9 @@ FULL = 2**62  # bytes that the imagined disk has left
 
 @final
 class ImaginedDisk(Disk):
-    """A disk with room for everything, which keeps nothing. The folder that the user named is on another machine."""
+    """A disk with room for everything, which keeps nothing. The folder that the user named is on another machine. What
+    it is to write stays in memory until somebody waits for it: how soon a thread lets go of it differs from run to run.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(tempfile.gettempdir())
@@ -62,8 +65,29 @@ class ImaginedDisk(Disk):
         pass
 
     @override
+    def begin_read(self, moves: Sequence[Move]) -> "Future[None]":
+        return _Held(moves)
+
+    @override
+    def begin_write(self, moves: Sequence[Move]) -> "Future[None]":
+        self._writes.append(_Held(moves))
+        return self._writes[-1]
+
+    @override
     def _move(self, call: Callable[..., int], doing: str, start: int, values: Tensor) -> None:
         pass
+
+
+class _Held(Future[None]):
+    """Holds tensors until it is waited for."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    @override
+    def result(self, timeout: float | None = None) -> None:
+        self._tensors = None
 
 
 class Rank:

@@ -21,7 +21,7 @@ from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.tiers.alignment import ALIGNMENT_BYTES, round_up
 from lightning_zero.tiers.array import ALL, Array, OnDisk, empty
 from lightning_zero.tiers.composed import is_composed
-from lightning_zero.tiers.disk import Disk, Move
+from lightning_zero.tiers.disk import Move
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
 
@@ -125,7 +125,7 @@ class Staged:
                     narrow={name: self._bring(one, state[name]) for name, one in resting[slot].items()},
                     resting=resting[slot],
                 )
-            self._begin_moves(Disk.begin_read, self._reads)
+            self._begin_moves(writes=False)
 
     def _state_of(self, slot: Slot) -> dict[str, StateElsewhere]:
         state = state_of(self._optimizer, slot.parameter)
@@ -172,15 +172,17 @@ class Staged:
             return self._read(array, ALL, wide if array.dtype == wide.dtype else None)
         return wide.copy_(array.read())
 
-    def _begin_moves(
-        self, begin: Callable[[Disk, Sequence[Move]], Future[None]], under_way: list[Future[None]]
-    ) -> None:
+    def _begin_moves(self, *, writes: bool) -> None:
         """Begins what was collected, in one task: each has two threads wait for each other and for the interpreter."""
         moves, self._moves = self._moves, []
-        if moves:
-            disk = self.slots[0].group.places.optimizer.disk
-            assert disk is not None
-            under_way.append(begin(disk, moves))
+        if not moves:
+            return
+        disk = self.slots[0].group.places.optimizer.disk
+        assert disk is not None
+        if writes:
+            self._writes.append(disk.begin_write(moves))
+        else:
+            self._reads.append(disk.begin_read(moves))
 
     def arrive(self) -> None:
         """Waits for what was read, and gives the optimizer its state."""
@@ -211,14 +213,14 @@ class Staged:
                     resting = rest(array, tuple(values.shape), values.dtype)
                 self._write(resting.array, ALL, values.reshape(-1), staged.narrow.get(name))
                 staged.resting[name] = resting
-        self._begin_moves(Disk.begin_write, self._writes)
+        self._begin_moves(writes=True)
 
     def put_masters(self) -> None:
         """Writes the new values to where masters and parameters rest."""
         masters = {slot: staged.master for slot, staged in self.tensors.items() if staged.master is not None}
         for slot, master in masters.items():
             self._write(slot.group.master, slot.piece.in_shard, master)
-        self._begin_moves(Disk.begin_write, self._writes)
+        self._begin_moves(writes=True)
         for slot, master in masters.items():  # while those are written
             if slot.group.owned_param is not slot.group.master:
                 slot.group.owned_param.write(slot.piece.in_shard, master)
