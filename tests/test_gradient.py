@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compare import assert_same_bits
+from lightning_zero import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.wire.comm import Comm
@@ -158,6 +159,88 @@ def test_no_sync_keeps_backwards_local_until_one_reduces_them(stage: int, accumu
         assert_grads(model, average(0, 1, 2))
 
     on_two_ranks(stage, act, accumulation=accumulation)
+
+
+def penalize(model: Any, *, all_parameters: bool) -> None:
+    """The gradient of a penalty that is the same on all ranks, which nobody has to reduce."""
+    weights = model.parameters() if all_parameters else [model.norm.weight]
+    sum(weight.square().sum() for weight in weights if weight.requires_grad).backward()
+
+
+@pytest.mark.parametrize("all_parameters", [True, False], ids=["of all", "of one"])
+@pytest.mark.parametrize("offload", [None, Offload("cpu")], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_that_is_not_reduced_adds_to_the_average_before_it(
+    stage: int, offload: Offload | None, all_parameters: bool
+) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        found = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, step).backward()
+            with engine.no_sync():
+                penalize(model, all_parameters=all_parameters)
+            if step != 1:
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None:
+                        found[f"{name}.grad {step}"] = parameter.grad.clone()
+                        assert torch.equal(engine.averages.full(parameter), found[f"{name}.grad {step}"])
+            optimizer.step()
+        check_program(engine)
+        return found | engine.states.full_model(copy=True)
+
+    found, of_stage_0 = on_two_ranks(stage, act, offload=offload, merges_units=False), on_two_ranks(0, act)
+    for mine, expected in zip(found, of_stage_0, strict=True):
+        assert_same_bits(mine, expected)
+
+
+@pytest.mark.parametrize("on", [{0, 1}, {0}], ids=["", "on one rank"])
+@pytest.mark.parametrize("all_parameters", [True, False], ids=["of all", "of one"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_reduces_what_others_have_added_to_an_average_on_each_rank(
+    stage: int, all_parameters: bool, on: set[int]
+) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        loss_of(model, comm.rank, 0).backward()
+        with engine.no_sync():
+            for _ in range(2 if comm.rank in on else 0):
+                penalize(model, all_parameters=all_parameters)
+                views = [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
+        views = []  # noqa: F841 -- through which nothing was edited
+        model.norm.weight.sum().backward()  # leaves what was added to the others as it is
+        found = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        check_program(engine)
+        return found | engine.states.full_model(copy=True)
+
+    for mine, expected in zip(on_two_ranks(stage, act, merges_units=False), on_two_ranks(0, act), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ends", ["clipped", "averaged", "edited by a view", "replaced", "dropped"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_users_do_with_such_a_gradient_is_stepped(stage: int, ends: str) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        for step in range(2):
+            loss_of(model, comm.rank, step).backward()
+            with engine.no_sync():
+                loss_of(model, comm.rank, step + 2).backward()
+            if ends == "averaged" or ends == "clipped":
+                average_by_hand(model, comm)
+            if ends == "clipped":
+                engine.averages.clip_by_norm_(optimizer, 0.05)
+            for parameter in model.parameters() if ends not in ("averaged", "clipped") else ():
+                if parameter.grad is not None and ends == "edited by a view":
+                    parameter.grad.view(-1).fill_(0.5)
+                elif parameter.grad is not None:
+                    parameter.grad = torch.full_like(parameter, 0.25) if ends == "replaced" else None
+            optimizer.step()
+            optimizer.zero_grad()
+        check_program(engine)
+        return engine.states.full_model(copy=True)
+
+    for mine, expected in zip(on_two_ranks(stage, act), on_two_ranks(0, act), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
 def average_by_hand(model: Any, comm: Comm) -> None:

@@ -20,6 +20,9 @@ def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False)
         RuntimeError: if one is an average that rests in shards, of another parameter or of an earlier backward; or
             if backward steps gradients.
     """
+    if steps and reductions.are_accumulated:
+        for slot in slots:
+            gradient_of(slot).take_beside(slot)
     given = [*_given_in(reductions, slots, steps=steps)]
     if not given:
         return

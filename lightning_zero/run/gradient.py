@@ -27,9 +27,9 @@ class GradientLender(ABC):
         """Returns the whole averaged gradient of a parameter, in its shape. A collective."""
 
     @abstractmethod
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        """Takes back what a call may have edited. If it `is_visible`, the call has returned a view of it, through which
-        it may be edited later."""
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
+        """Takes back what a call has edited, as far as that can be told. If it `is_visible`, the call has returned a
+        view of it, through which it may be edited later."""
 
 
 @final
@@ -141,5 +141,6 @@ class ShardedGradient(AveragedGradient):
 def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:
     gradient, is_visible = loan.tensor, loan.is_visible_in(result)
     assert isinstance(gradient, ShardedGradient)
-    if is_edited or loan.is_edited or is_visible:
-        gradient.lender.take_gradient(gradient.slot, loan.values, is_visible=is_visible)
+    is_edited |= loan.is_edited
+    if is_edited or is_visible:
+        gradient.lender.take_gradient(gradient.slot, loan.values, is_edited=is_edited, is_visible=is_visible)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.watch import Watch
-from lightning_zero.shards.gradient import averaged_of
+from lightning_zero.shards.gradient import gradient_of
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.unit import Unit
@@ -51,6 +51,7 @@ class LastingLoans:
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self.gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
+        self._edits: dict[Slot, int] = {}  # of these, when they were lent
 
     # -- parameters
 
@@ -150,19 +151,24 @@ class LastingLoans:
 
     # -- gradients
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        """See `GradientLender`."""
-        averaged_of(slot).write(slot, gradient)
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
+        """See `GradientLender`. What is only read is written, too, as not every edit can be told; but not what this
+        rank alone has added to, which the next backward is to reduce."""
+        shard = gradient_of(slot)
+        if is_edited or not shard.has_beside(slot):
+            shard.write(slot, gradient)
         if is_visible:
-            self.gradients[slot] = gradient
+            self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
 
     def take_back_gradients(self) -> None:
         """Ends all loans of gradients, and keeps edits made through views of them."""
         with torch.no_grad(), no_interception():
             for slot, gradient in self.gradients.items():
                 if slot.parameter.grad is not None:
-                    self.take_gradient(slot, gradient, is_visible=False)
+                    is_edited = edits_of(gradient) != self._edits[slot]
+                    self.take_gradient(slot, gradient, is_edited=is_edited, is_visible=False)
         self.gradients.clear()
+        self._edits.clear()
 
     # -- edits, and the end of loans
 

@@ -26,7 +26,7 @@ from lightning_zero.run.loading import Loading
 from lightning_zero.run.parameter import AsDeclared, Lender, RestingParameter
 from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
-from lightning_zero.shards.gradient import averaged_of
+from lightning_zero.shards.gradient import averaged_of, gradient_of
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
@@ -193,15 +193,16 @@ class Loans(Lender):
             return self.lasting.gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
         # Until the step, one rank may read it alone.
-        gradient: Tensor = self.runner.course.call(self._averages[slot])
-        return gradient
+        average: Tensor = self.runner.course.call(self._averages[slot])
+        with no_interception(), torch.no_grad():
+            return gradient_of(slot).add_beside(slot, average)
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
         with no_interception(), torch.no_grad():
             return averaged_of(slot).full(slot)
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_visible: bool) -> None:
-        self.lasting.take_gradient(slot, gradient, is_visible=is_visible)
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
+        self.lasting.take_gradient(slot, gradient, is_edited=is_edited, is_visible=is_visible)
 
     # -- boundaries
 

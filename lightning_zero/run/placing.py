@@ -148,6 +148,7 @@ class _Placing:
         if self._at in self._plan:  # of a round that goes on
             self._follow(self._plan[self._at])
             self._tell_end()
+            self._is_unsettled = False
             self._settle()
             self._starts_early = None
             self._reduced += len(self._facts.order)

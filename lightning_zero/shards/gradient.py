@@ -55,6 +55,7 @@ class GradientShard:
         self._buckets: list[Bucket] = []  # of the reductions under way
         self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group, by index
         self._added: dict[int, Tensor] = {}  # gradients that autograd has added to an averaged one in this backward
+        self._beside: dict[int, Tensor] = {}  # ... in earlier ones, which were not reduced: see `add_beside`
         self._carries: set[int] = set()  # parameters whose next average is added to the one in owned_grad
         for slot in group.slots:
             slot.gradient = self
@@ -76,6 +77,9 @@ class GradientShard:
         """Forgets gradients that earlier backwards have only accumulated on this rank, and that users have dropped
         since, as `zero_grad` does."""
         self.used = {index for index in self.used if self.group.slots[index].local.grad is not None}
+        if self._beside:
+            grads = {index: self.group.slots[index].local.grad for index in self._beside}
+            self._beside = {at: one for at, one in self._beside.items() if isinstance(grads[at], AveragedGradient)}
 
     def keep_added(self, slot: Slot, grad: Tensor) -> None:
         """Keeps a gradient that autograd adds to an averaged one in backward, until `collect` takes it."""
@@ -111,6 +115,8 @@ class GradientShard:
             if not grad.is_of(slot):
                 grad.refuse_as_given()
             grad = self._added.pop(index)
+            if index in self._beside:
+                grad = self._beside.pop(index) + grad
         elif not again:
             averaged.editions[index] += 1
         if grad.is_sparse:
@@ -122,6 +128,8 @@ class GradientShard:
             )
         if not self.travels:
             slot.local.grad = grad
+        elif local and carried:
+            self._beside[index] = grad
         elif local or not averaged.is_sharded or averaged.full_grad is not None:  # after one that was not reduced, too
             self._accumulate_locally(slot, grad, carried)
         else:
@@ -158,6 +166,29 @@ class GradientShard:
         view.zero_()
         view.view(-1)[slot.piece.start : slot.piece.stop] = average * self.group.comm.size
 
+    # -- beside an average
+
+    def add_beside(self, slot: Slot, average: Tensor) -> Tensor:
+        """Adds to a whole average, in place, what backwards that were not reduced have added on this rank alone. Until
+        the next reduction or step it is kept beside the average, which may be another rank's to read."""
+        beside = self._beside.get(slot.index)
+        return average if beside is None else average.add_(beside)
+
+    def take_beside(self, slot: Slot) -> None:
+        """Adds the same to this rank's piece of the average, which is about to be stepped."""
+        beside = self._beside.pop(slot.index, None)
+        if beside is not None and isinstance(slot.local.grad, AveragedGradient):
+            with self.averaged.edit_piece(slot) as piece:
+                piece.view(-1).add_(beside.reshape(-1)[slot.piece.start : slot.piece.stop])
+
+    def has_beside(self, slot: Slot) -> bool:
+        return slot.index in self._beside
+
+    def write(self, slot: Slot, grad: Tensor) -> None:
+        """Puts a whole gradient in place of the average, and of what is beside it."""
+        self._beside.pop(slot.index, None)
+        self.averaged.write(slot, grad)
+
     # -- reduce
 
     @property
@@ -170,6 +201,7 @@ class GradientShard:
         if not self.travels:
             return
         self._prepare_unused()
+        self._collect_beside()
         averaged, comm = self.averaged, self.group.comm
         if averaged.is_sharded and not self.group.setting.keeps_gradients:
             averaged.make_shard()
@@ -217,6 +249,16 @@ class GradientShard:
                 self._keep_average(slot, slot.view(averaged.full_grad))
             if averaged.full_grad is not None and grad is None:
                 slot.view(averaged.full_grad).fill_(nothing_of(slot))
+
+    def _collect_beside(self) -> None:
+        """Collects what is beside averages that this backward has added nothing to."""
+        for index, grad in self._beside.items():
+            if self.averaged.is_sharded and self.averaged.full_grad is None:
+                self._carry(index, True)
+                self._held[index] = grad
+            else:
+                self._accumulate_locally(self.group.slots[index], grad, True)
+        self._beside.clear()
 
     def _pack(self, chunk: Chunk, bucket: Bucket) -> Tensor:
         """Copies what this rank sends of a chunk into a bucket, ``(N, width)``. Between and after the gradients are
@@ -309,6 +351,7 @@ class GradientShard:
     def drop_accumulated(self, slot: Slot) -> None:
         """Drops what backwards have accumulated on this rank, as another gradient has taken its place: the next
         reduction is not to add it once more."""
+        self._beside.pop(slot.index, None)
         if self.averaged.is_sharded and self.averaged.full_grad is not None:
             self.used.discard(slot.index)
             slot.view(self.averaged.full_grad).fill_(nothing_of(slot))
@@ -319,6 +362,7 @@ class GradientShard:
         self.used.clear()
         self._held.clear()
         self._added.clear()
+        self._beside.clear()
 
     def free(self) -> None:
         """Frees gradients and buckets permanently, after training."""
