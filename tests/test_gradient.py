@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from compare import assert_same_bits
@@ -240,6 +242,90 @@ def test_what_users_do_with_such_a_gradient_is_stepped(stage: int, ends: str) ->
         return engine.states.full_model(copy=True)
 
     for mine, expected in zip(on_two_ranks(stage, act), on_two_ranks(0, act), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def reduce_a_loss(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    loss_of(model, comm.rank, 0).backward()
+
+
+def reduce_one(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    (model.scale.square().sum() * comm.rank).backward()
+
+
+def keep_a_loss(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    with engine.no_sync():
+        loss_of(model, 0, 1).backward()
+
+
+def keep_a_penalty(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    with engine.no_sync():
+        penalize(model, all_parameters=False)
+
+
+def keep_penalties(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    with engine.no_sync():
+        penalize(model, all_parameters=True)
+
+
+def step(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    optimizer.step()
+
+
+def drop_all(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    optimizer.zero_grad()
+
+
+def drop_one(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    model.norm.weight.grad = None
+
+
+def replace_one(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    model.norm.weight.grad = torch.full((10,), 0.25)
+
+
+def halve(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def edit_by_views(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.view(-1).add_(0.25)
+
+
+def clip(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    engine.averages.clip_by_norm_(optimizer, 0.5)
+
+
+ACTS = [
+    reduce_a_loss, reduce_one, keep_a_loss, keep_a_penalty, keep_penalties,
+    step, drop_all, drop_one, replace_one, halve, edit_by_views, clip,
+]  # fmt: skip
+
+
+@settings(max_examples=12)
+@given(acts=st.lists(st.sampled_from(ACTS), min_size=3, max_size=8))
+@example(acts=[reduce_a_loss, keep_a_penalty, reduce_one])
+@example(acts=[reduce_a_loss, keep_a_penalty, edit_by_views, reduce_one])
+@example(acts=[reduce_a_loss, drop_one, keep_penalties, reduce_one])
+@example(acts=[reduce_one, clip, keep_a_loss])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: int, acts: list[Any]) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        found = {}
+        for number, one in enumerate(acts):
+            one(model, engine, optimizer, comm)
+            for name, parameter in model.named_parameters() if number % 2 else ():
+                if parameter.grad is not None:
+                    found[f"{name}.grad after {number}"] = parameter.grad.clone()
+        optimizer.step()
+        check_program(engine)
+        return found | engine.states.full_model(copy=True)
+
+    for mine, expected in zip(on_two_ranks(stage, act, merges_units=False), on_two_ranks(0, act), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 

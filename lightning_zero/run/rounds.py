@@ -93,7 +93,7 @@ def _round(facts: Facts, uses: Sequence[Use], start: int, stop: int, inside: Col
             numbers[at] = END
         elif at in inside:
             numbers[at] = NEXT_BACKWARD
-    complete = _complete_at(facts, uses, numbers)
+    complete = _complete_at(facts, uses, start, numbers)
     units = range(len(facts.units))
     plan = make_plan([*numbers.values()], units, residents(facts), complete, facts.learns_late)
     return Round(start, stop, dict(zip(numbers, plan, strict=True)))
@@ -104,11 +104,12 @@ def residents(facts: Facts) -> Residents:
     return Residents(1 + facts.prefetch, {at for at, unit in enumerate(facts.units) if not unit.is_leaf})
 
 
-def _complete_at(facts: Facts, uses: Sequence[Use], numbers: dict[int, int]) -> dict[int, int]:
+def _complete_at(facts: Facts, uses: Sequence[Use], start: int, numbers: dict[int, int]) -> dict[int, int]:
     """Returns how many groups, of those that are reduced first, have all their gradients at uses of a round, by their
     place in it. Ranks know it from the step that they learnt from: from each use at which one of them asked for a unit,
     and from the end of each backward, after which they met."""
     here, found, complete, reduced = residents(facts), dict[int, int](), Complete(facts, uses), 0
+    complete.settle(start)
     for place, (at, number) in enumerate(numbers.items()):
         complete.come_to(at)
         if number == NEXT_BACKWARD:
@@ -153,3 +154,9 @@ class Complete:
                 while self.count < len(order) and order[self.count] in self._there:
                     self.count += 1
         self._seen = max(self._seen, at)
+
+    def settle(self, at: int) -> None:
+        """Takes in the uses before one at which ranks meet, and have reduced what is complete."""
+        self.come_to(at)
+        self._there.clear()
+        self.count = 0

@@ -76,10 +76,10 @@ class GradientShard:
     def begin_backward(self) -> None:
         """Forgets gradients that earlier backwards have only accumulated on this rank, and that users have dropped
         since, as `zero_grad` does."""
-        self.used = {index for index in self.used if self.group.slots[index].local.grad is not None}
-        if self._beside:
-            grads = {index: self.group.slots[index].local.grad for index in self._beside}
-            self._beside = {at: one for at, one in self._beside.items() if isinstance(grads[at], AveragedGradient)}
+        grads = {index: self.group.slots[index].local.grad for index in self.used}
+        self._beside = {at: one for at, one in self._beside.items() if isinstance(grads[at], AveragedGradient)}
+        plain = [at for at, grad in grads.items() if grad is not None and not isinstance(grad, AveragedGradient)]
+        self.used = {*plain, *self._beside}  # what users have written into an average is there already
 
     def keep_added(self, slot: Slot, grad: Tensor) -> None:
         """Keeps a gradient that autograd adds to an averaged one in backward, until `collect` takes it."""
