@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, on_one_device, state_of, tower, x
+from watched import check_program
 
 STAGES = [0, 1, 2, 3]
 
@@ -182,6 +183,32 @@ def test_the_error_of_a_backward_may_be_caught_inside_of_the_forward_that_it_is_
                 optimizer.zero_grad()
             if engine is not None and meets:
                 engine.runner.meet()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(tower(), act, stage)
+
+
+@pytest.mark.parametrize("does", ["clips", "measures", "only steps"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_may_follow_a_backward_that_failed(stage: int, does: str) -> None:
+    """As where an error is caught around the backward alone. There are no gradients then."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(3):
+            hidden = model[1](model[0](x(1.0 + step)))
+            try:
+                model[2](Fails.apply(hidden) if step == 1 else hidden).square().mean().backward()
+            except RuntimeError as error:
+                assert "out of memory" in str(error)  # noqa: PT017
+                optimizer.zero_grad()
+            if engine is not None and does == "clips":
+                assert (engine.averages.clip_by_norm_(optimizer, 1e9).total == 0) == (step == 1)
+            if engine is not None and does == "measures":
+                assert (not engine.averages.norms()) == (step == 1)
+            optimizer.step()
+            if engine is not None:
+                check_program(engine)
+            optimizer.zero_grad()
         return state_of(model, engine)
 
     assert_as_on_one_device(tower(), act, stage)

@@ -183,9 +183,9 @@ class Runner:
     def look(self, cause: Cause | None = None, *, meets: bool) -> None:
         """Averaged gradients are measured, changed or read. Collective after a backward; the caller passes `meets` if
         it issues another collective next."""
+        self.recover()
         if cause is not None:
             self.journal.note(cause)
-        self.stepping.recover()
         self.latest.catch_up_all()
         self.rendezvous.settle_gradients(meets=meets)
         self._lasting.take_back_gradients()
@@ -199,10 +199,10 @@ class Runner:
     def step(self, optimizer: Optimizer, *, trains: bool = True) -> Iterator[None]:
         """Around `Stepping.step`: the user calls `optimizer.step`. Unless it `trains`, around `Stepping.change`. Ranks
         agree on which parameters have gradients, and edits are taken over. Collective."""
+        self.recover()  # first, as the journal forgets what failed
         if trains:
             self.journal.note(Cause.STEP_AFTER_CLIP if self._steps_next else Cause.STEP, optimizer)
         with self.journal.dropping_what_fails():
-            self.recover()
             self.catch_up()
             if not self._steps_next and (self.rendezvous.serving.may_be_wanted or not self._settles_at_end):
                 # Before edits are taken over: a rank that diverges may still gather the old values.
