@@ -454,6 +454,11 @@ def train(
             with engine.backward():
                 scaler.scale(loss).backward()
             losses.append(loss.detach())
+        if step == 1 and event == "a penalty is not reduced":
+            with engine.no_sync(), engine.forward():
+                penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+                with engine.backward():
+                    penalty.backward()
         if scaler.is_enabled():
             engine.averages.unscale_(scaler, made)
         if step == 1 and event == "gradients are edited":

@@ -163,6 +163,15 @@ def test_edits_that_raise_no_version_reach_masters_in_any_tier(
     assert_same(*train(sim_process, "LATE", ranks, **setting, offload=offload_of(tier, stage, tmp_path)))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "tier"), [(0, "device"), (1, "host"), (2, "host"), (2, "disk"), (3, "device")])
+def test_what_is_added_to_an_average_and_not_reduced_reaches_it_in_any_tier(
+    stage: int, tier: str, ranks: int, sim_process: RankPool, tmp_path: Path
+) -> None:
+    setting = {"stage": stage, "event": "a penalty is not reduced", "offload": offload_of(tier, stage, tmp_path)}
+    assert_same(*train(sim_process, "LATE", ranks, **setting))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_edits_of_dtensors_that_raise_no_version_reach_masters_on_the_host(stage: int, sim_process: RankPool) -> None:
     setting = {"stage": stage, "event": "weights are edited through p.data", "tensor_parallel_size": 2}

@@ -179,7 +179,8 @@ class GradientShard:
         beside = self._beside.pop(slot.index, None)
         if beside is not None and isinstance(slot.local.grad, AveragedGradient):
             with self.averaged.edit_piece(slot) as piece:
-                piece.view(-1).add_(beside.reshape(-1)[slot.piece.start : slot.piece.stop])
+                own = beside.reshape(-1)[slot.piece.start : slot.piece.stop]
+                piece.view(-1).add_(own.to(piece.device))
 
     def has_beside(self, slot: Slot) -> bool:
         return slot.index in self._beside
