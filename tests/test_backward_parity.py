@@ -189,15 +189,16 @@ def test_the_error_of_a_backward_may_be_caught_inside_of_the_forward_that_it_is_
 
 
 @pytest.mark.parametrize("does", ["clips", "measures", "only steps"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_may_follow_a_backward_that_failed(stage: int, does: str) -> None:
+@pytest.mark.parametrize(("stage", "replicas"), [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
+def test_a_step_may_follow_a_backward_that_failed(stage: int, replicas: int, does: str) -> None:
     """As where an error is caught around the backward alone. There are no gradients then."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
         for step in range(3):
-            hidden = model[1](model[0](x(1.0 + step)))
+            hidden = model[0](x(1.0 + step))
+            hidden = Fails.apply(hidden) if step == 1 else hidden
             try:
-                model[2](Fails.apply(hidden) if step == 1 else hidden).square().mean().backward()
+                model[1:](hidden).square().mean().backward()
             except RuntimeError as error:
                 assert "out of memory" in str(error)  # noqa: PT017
                 optimizer.zero_grad()
@@ -211,7 +212,8 @@ def test_a_step_may_follow_a_backward_that_failed(stage: int, does: str) -> None
             optimizer.zero_grad()
         return state_of(model, engine)
 
-    assert_as_on_one_device(tower(), act, stage)
+    options = {"world": 2 * replicas, "replicate_size": replicas, "unit_classes": ("Linear",)}
+    assert_as_on_one_device(tower(6), act, stage, **options)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 2, 3)], ids=str)
@@ -249,10 +251,11 @@ def test_a_plan_that_a_failed_backward_has_left_reduces_nothing_in_the_next_one(
 
 @pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [2 * 8 * WIDTH, 2**20])
-@pytest.mark.parametrize("micro", [0, 1])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "replicas", "micro"), [*((stage, 1, micro) for stage in STAGES for micro in (0, 1)), (3, 2, 0)]
+)
 def test_a_backward_may_fail_on_each_rank_in_another_layer(
-    stage: int, micro: int, bucket_bytes: int, goes_on: bool
+    stage: int, replicas: int, micro: int, bucket_bytes: int, goes_on: bool
 ) -> None:
     """Reductions may be under way on one rank that the other one has not come to. Training goes on, or ends there."""
 
@@ -282,7 +285,8 @@ def test_a_backward_may_fail_on_each_rank_in_another_layer(
             optimizer.zero_grad()
         return state_of(model, engine)
 
-    assert_as_on_one_device(tower(4), act, stage, unit_classes=("Linear",), bucket_bytes=bucket_bytes)
+    ranks = {"world": 2 * replicas, "replicate_size": replicas}
+    assert_as_on_one_device(tower(4), act, stage, unit_classes=("Linear",), bucket_bytes=bucket_bytes, **ranks)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

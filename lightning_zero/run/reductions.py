@@ -232,6 +232,7 @@ class Reductions:
         if self.has_gradients_in(said):
             return self._used_in(said)
         self._end_unsettled()
+        self.started = 0  # a replica may have reduced with this one what both have dropped since, as a backward failed
         return None
 
     def settle(self, flags: bytes) -> None:
