@@ -18,12 +18,14 @@ import activation_jobs as jobs
 from activation_jobs import Adapted, Awkward
 from compare import assert_same_bits
 from lightning_zero import ActivationCheckpointing, Offload, ZeroStrategy
+from lightning_zero.run import recompute
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.recompute import Recompute
+from lightning_zero.run.recompute import Buffers, Recompute
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.activations import ActivationStore
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.tiers.stack import Stack
+from lightning_zero.torch_private import tree_iter
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
@@ -225,6 +227,19 @@ def test_a_call_with_other_weights_is_recomputed_with_them(
     assert_same_bits(found, on_one_device(start, act))
 
 
+def test_other_weights_of_a_block_itself_and_of_layers_deep_inside_are_there_when_it_is_recomputed() -> None:
+    start = nn.Sequential(nn.Linear(8, 8), jobs.Block(jobs.Block(nn.Linear(8, 8))))
+    model = copy.deepcopy(start)
+    attached(model, {nn.Linear, jobs.Block})
+    assert_same_bits(*(gradients_of_doubled(one) for one in (model, start)))
+
+
+def gradients_of_doubled(model: nn.Module) -> dict[str, Tensor]:
+    others = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, others, (batch(),)).sum().backward()
+    return {name: other.grad for name, other in others.items() if other.grad is not None}
+
+
 class Inner(nn.Module):
     """Takes a gradient inside its forward."""
 
@@ -299,6 +314,48 @@ def test_nothing_is_kept_where_no_gradients_are_recorded() -> None:
     assert kept_in(recompute) > 0
 
 
+class Sums(nn.Module):
+    """Of all tensors that it is given; it may edit one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.edits: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.edits is not None:
+            self.edits.mul_(2)
+        return torch.tanh(sum(leaf for leaf in tree_iter((args, kwargs))) * self.weight)
+
+
+PLACES: dict[str, Callable[[Tensor], Any]] = {
+    "argument": lambda x: ((x,), {}),
+    "keyword argument": lambda x: ((batch(),), {"more": x}),
+    "inside of one": lambda x: ((batch(),), {"more": {"x": [x]}}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_frozen_block_recomputes_if_anything_it_is_given_has_gradients(place: str) -> None:
+    block = Sums().requires_grad_(False)
+    recompute = attached(nn.ModuleList([block]), "Sums")
+    args, kwargs = PLACES[place](batch().requires_grad_())
+    graph = block(*args, **kwargs)
+    assert kept_in(recompute) > 0
+    del graph
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_inside_transforms_of_torch_which_allow_no_hooks_blocks_do_not_recompute(transform: Any) -> None:
+    plain = seeded(Nested)
+    model = copy.deepcopy(plain)
+    recompute = attached(model)
+    x = batch(rows=2)
+    found, expected = (transform(lambda x, model=one: model(x).square().sum())(x) for one in (model, plain))
+    assert torch.equal(found, expected)
+    assert recompute.store.ledger.peak[KEPT] == 0
+
+
 def test_only_the_store_keeps_the_inputs_of_blocks() -> None:
     model = seeded(Nested)
     seen: list[Any] = []
@@ -340,29 +397,48 @@ def test_buffers_change_once_and_a_recomputation_sees_them_as_they_were(policy: 
 
 
 class Counts(nn.Module):
-    """A layer that goes by a buffer, which it changes."""
+    """A layer that goes by a buffer, which it changes: `how` is "in place", "another" or, at its first call, "made"."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("calls", torch.ones(()))
+        self.layer, self.how = nn.Linear(8, 8), how
+        self.register_buffer("calls", None if how == "made" else torch.ones(()))
+        self.calls: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        calls = self.calls.clone()
-        self.calls += 1
+        calls = torch.ones(()) if self.calls is None else self.calls.clone()
+        if self.how == "in place":
+            self.calls += 1
+        else:
+            self.calls = calls + 1
         return torch.tanh(self.layer(x) * calls)
 
 
-def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward() -> None:
-    model = nn.ModuleList([jobs.Block(seeded(Counts))])
+@pytest.mark.parametrize("how", ["in place", "another", "made"])
+def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward(how: str) -> None:
+    start = nn.ModuleList([jobs.Block(seeded(lambda: Counts(how)))])
+    model = copy.deepcopy(start)
     attached(model)
     output = model[0](batch()).sum()
-    grads = []
+    start[0](batch()).sum().backward()
     for _ in range(2):
         model.zero_grad()
         output.backward(retain_graph=True)
-        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_same_bits(grads[1], grads[0])
+        assert_same_bits(gradients(model), gradients(start))
+
+
+def test_of_buffers_only_those_that_a_call_has_changed_are_kept_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks and tables of positions are large."""
+    made: list[Buffers] = []
+    monkeypatch.setattr(recompute, "Buffers", lambda module: made.append(Buffers(module)) or made[-1])
+    layers = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval(), Counts("in place"))
+    model = nn.ModuleList([jobs.Block(layers)])
+    attached(model)
+    graph = model[0](batch())
+    (buffers,) = made
+    changed = [*layers[0].buffers(), *layers[2].buffers()]
+    assert sum(copied.nbytes for copied in buffers._values.values()) == sum(buffer.nbytes for buffer in changed)
+    del graph
 
 
 def test_torchs_own_checkpoint_updates_batch_norm_twice() -> None:
@@ -395,6 +471,22 @@ def test_what_checkpoints_for_itself_uses_our_store_and_not_inside_of_a_block() 
     sum(losses).backward()
     recompute.remove()
     assert isinstance(model["alone"]._gradient_checkpointing_func, functools.partial)
+
+
+def test_what_checkpoints_for_itself_may_bind_arguments_and_call_layers_that_are_elsewhere() -> None:
+    seen = []
+
+    class Elsewhere(nn.BatchNorm1d):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append((args[1:], kwargs))
+            return super().forward(args[0])
+
+    layer, asked = Elsewhere(8), Asked()
+    attached(nn.ModuleDict({"alone": asked, "block": nn.ModuleList([nn.Linear(8, 8)])}))
+    bound = functools.partial(layer.__call__, batch(), 1, a=1, b=1)
+    asked._gradient_checkpointing_func(bound, 2, b=2).sum().backward()
+    assert seen == [((1, 2), {"a": 1, "b": 2})] * 2
+    assert layer.num_batches_tracked == 1
 
 
 @each_policy
@@ -432,6 +524,16 @@ def test_a_block_that_edits_its_input_in_place_is_an_error(policy: dict[str, Any
     attached(model, **policy)
     with pytest.raises(RuntimeError, match=r"'layers.0' edits its input in place"):
         model(batch())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edit_of_anything_that_a_block_is_given_is_an_error(place: str) -> None:
+    block, x = Sums(), batch()
+    attached(nn.ModuleList([block]), "Sums")
+    block.edits = x
+    args, kwargs = PLACES[place](x)
+    with pytest.raises(RuntimeError, match=r"'0' edits its input in place"):
+        block(*args, **kwargs)
 
 
 @each_policy
@@ -740,6 +842,18 @@ def test_the_report_tells_the_most_that_a_step_has_kept() -> None:
     assert on_engine(seeded(lambda: Adapted("plain")), act, 2, **options)[0]["activation checkpoint"] == size
     (report, _) = on_engine(seeded(lambda: Adapted("plain")), act, 2, machine=APART, **options)
     assert (report["activation checkpoint"], report["activation checkpoint (host)"]) == (0, size)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_between_steps_an_engine_has_the_array_of_contiguous_checkpoints_and_no_other(contiguous: bool) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> int:
+        for _ in range(2):
+            model(batch()).sum().backward()
+        return engine.ledger.live[KEPT]
+
+    options = {"activation_checkpointing": ActivationCheckpointing(contiguous=contiguous)}
+    found = on_engine(seeded(lambda: Adapted("plain")), act, 2, world=1, **options)
+    assert found == [4 * batch().nbytes if contiguous else 0]
 
 
 # --- models of transformers, which have a checkpointing of their own
