@@ -345,7 +345,7 @@ def test_a_frozen_block_recomputes_if_anything_it_is_given_has_gradients(place: 
     del graph
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
 def test_inside_transforms_of_torch_which_allow_no_hooks_blocks_do_not_recompute(transform: Any) -> None:
     plain = seeded(Nested)
     model = copy.deepcopy(plain)
@@ -397,24 +397,25 @@ def test_buffers_change_once_and_a_recomputation_sees_them_as_they_were(policy: 
 
 
 class Counts(nn.Module):
-    """A layer that goes by a buffer, which it changes: `how` is "in place", "another" or, at its first call, "made"."""
+    """A layer that goes by a buffer, which it changes: in place, or by another; or its first call makes it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layer, self.how = nn.Linear(8, 8), how
-        self.register_buffer("calls", None if how == "made" else torch.ones(()))
-        self.calls: Tensor | None
+        if how != "registered":
+            self.register_buffer("calls", None if how == "made" else torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        calls = torch.ones(()) if self.calls is None else self.calls.clone()
+        before = getattr(self, "calls", None)
+        calls = torch.ones(()) if before is None else before.clone()
         if self.how == "in place":
             self.calls += 1
         else:
-            self.calls = calls + 1
+            self.register_buffer("calls", calls + 1)
         return torch.tanh(self.layer(x) * calls)
 
 
-@pytest.mark.parametrize("how", ["in place", "another", "made"])
+@pytest.mark.parametrize("how", ["in place", "another", "made", "registered"])
 def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward(how: str) -> None:
     start = nn.ModuleList([jobs.Block(seeded(lambda: Counts(how)))])
     model = copy.deepcopy(start)
@@ -471,6 +472,13 @@ def test_what_checkpoints_for_itself_uses_our_store_and_not_inside_of_a_block() 
     sum(losses).backward()
     recompute.remove()
     assert isinstance(model["alone"]._gradient_checkpointing_func, functools.partial)
+
+
+def test_what_has_been_told_to_checkpoint_no_more_does_not() -> None:
+    asked = Asked()
+    asked.gradient_checkpointing = False
+    recompute = attached(nn.ModuleDict({"block": nn.ModuleList([jobs.Block(nn.Linear(8, 8))]), "alone": asked}))
+    assert recompute.chosen.asked == {}
 
 
 def test_what_checkpoints_for_itself_may_bind_arguments_and_call_layers_that_are_elsewhere() -> None:
@@ -638,10 +646,55 @@ def test_what_several_blocks_are_given_is_kept_once_and_brought_back_once() -> N
     assert ledger.live_in[KEPT, Tier.HOST] == 4 * mask.nbytes
     brought = [call.fetch()[0][1] for call in calls[::-1]]
     assert len({tensor.data_ptr() for tensor in brought}) == 1
+    assert ledger.live[Category.GATHERED] == mask.nbytes
     mask.add_(1)
     (_, edited), _ = store.keep("block", ((batch(), mask), {})).fetch()
     assert torch.equal(edited, mask)
     assert torch.equal(brought[0] + 1, mask)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "edited": lambda tensor: tensor.add_(1),
+    "of other data": lambda tensor: setattr(tensor, "data", tensor + 1),
+    "with gradients": lambda tensor: tensor.requires_grad_(),
+}
+
+
+@each_policy
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_has_changed_between_two_calls_is_kept_as_each_was_given_it(
+    change: str, policy: dict[str, Any]
+) -> None:
+    if change == "edited" and not policy:
+        return  # it is an error
+    settings = {**policy}
+    store = ActivationStore(Ledger(), HERE, HOST if settings.pop("offload", 0) else HERE, LocalComm(), **settings)
+    tensor = batch()
+    first, before = store.keep("block", (tensor,)), tensor.clone()
+    CHANGES[change](tensor)
+    second = store.keep("block", (tensor,))
+    ((one,), (other,)) = first.fetch(), second.fetch()
+    assert torch.equal(one, before)
+    assert torch.equal(other, tensor)
+    assert (one.requires_grad, other.requires_grad) == (False, tensor.requires_grad)
+
+
+def test_views_of_one_tensor_are_booked_once_where_they_are_no_copies() -> None:
+    ledger, tensor = Ledger(), batch()
+    kept = ActivationStore(ledger, HERE, HERE, LocalComm()).keep("block", (tensor[:8], tensor[8:], tensor))
+    assert ledger.live[KEPT] == tensor.nbytes
+    del kept
+
+
+@each_policy
+def test_a_tensor_of_inference_mode_comes_back(policy: dict[str, Any]) -> None:
+    block, plain = Sums(), Sums()
+    attached(nn.ModuleList([block]), "Sums", **policy)
+    with torch.inference_mode():
+        given = batch(1)
+    for one in (block, plain):
+        one(batch(), more=given).sum().backward()
+    assert_same_bits(gradients(block), gradients(plain))
 
 
 # --- bytes
@@ -794,22 +847,33 @@ def test_pa_divides_checkpoints_by_exactly_the_degree_for_one_all_gather_each(
         assert_same_bits(found.gradients, gradients(plain))
 
 
-def test_pa_divides_nothing_that_ranks_have_differently() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_pa_divides_nothing_that_ranks_have_differently(offload: bool) -> None:
     """Sequence parallelism has divided activations already."""
 
-    def rank_main(comm: Comm) -> tuple[int, int, dict[str, Tensor]]:
+    def rank_main(comm: Comm) -> tuple[list[int], int, dict[str, Tensor]]:
         model = seeded(Nested)
-        recompute = attached(model, comm=comm)
+        recompute = attached(model, comm=comm, offload=offload)
         loss = model(batch(comm.rank)).sum()
-        kept = kept_in(recompute)
+        kept = [kept_in(recompute, tier) for tier in (Tier.DEVICE, Tier.HOST)]
         loss.backward()
         return kept, comm.calls["all_gather"], gradients(model)
 
+    whole = 3 * batch().nbytes
     for rank, (kept, gathers, found) in enumerate(ThreadWorld(2).run(rank_main)):
         plain = seeded(Nested)
         plain(batch(rank)).sum().backward()
-        assert (kept, gathers) == (3 * batch().nbytes, 0)
+        assert (kept, gathers) == ([0, whole] if offload else [whole, 0], 0)
         assert_same_bits(found, gradients(plain))
+
+
+def test_what_ranks_have_differently_on_the_device_is_no_copy() -> None:
+    def rank_main(comm: Comm) -> bool:
+        given = batch(comm.rank)
+        ((found,), _) = ActivationStore(Ledger(), HERE, HERE, comm).keep("block", ((given,), {})).fetch()
+        return found.data_ptr() == given.data_ptr()
+
+    assert ThreadWorld(2).run(rank_main) == [True, True]
 
 
 def test_recomputation_gathers_as_torchs_own_checkpoint_at_stage_3() -> None:
@@ -925,6 +989,24 @@ def test_blocks_inside_of_what_is_compiled_are_refused() -> None:
         ValueError, match=r"'blocks.0' \(Block\) lies inside of what torch.compile traces.*block.compile"
     ):
         attached(compiled(Adapted("plain"), "whole"))
+
+
+def test_what_is_compiled_and_checkpoints_for_itself_is_refused() -> None:
+    model = nn.ModuleDict({"block": nn.ModuleList([jobs.Block(nn.Linear(8, 8))]), "alone": Asked()})
+    model["alone"].compile(backend="eager")
+    with pytest.raises(
+        ValueError, match=r"'alone' \(Asked\) lies inside .*without gradient checkpointing of their own"
+    ):
+        attached(model)
+
+
+def test_a_layer_of_transformers_that_is_compiled_is_called_and_not_asked() -> None:
+    """Asked, it would checkpoint within what is traced."""
+    kind = type("GradientCheckpointingLayer", (jobs.Block,), {})
+    model = nn.ModuleList([kind(nn.Linear(8, 8)) for _ in range(2)])
+    model[0].compile(backend="eager")
+    chosen = attached(model, {kind}).chosen
+    assert (chosen.called, chosen.asked) == ({model[0]: "0"}, {model[1]: "1"})
 
 
 # --- bad input
