@@ -79,6 +79,7 @@ def fit(strategy: Any, precision: str, path: Path, **arguments: Any) -> dict[str
     run.fit(model, loader(samples=32), loader(seed=1, samples=16))
     saved = saved_tensors(run, midway.path)
     end = midway.path.with_stem("end")
+    run.validate(model, loader(seed=1, samples=16), verbose=False)  # has the average, and changes nothing
     run.save_checkpoint(end)
     at_end = saved_tensors(run, end)
     run.test(model, loader(seed=2, samples=16), verbose=False)
