@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.average import Average
+from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.views.lazy import LazyTensor
 from models import seeded
@@ -264,6 +265,32 @@ def test_offloaded_it_rests_with_the_state_and_is_updated_with_the_step(
     for found, nbytes in on_engine(net(), act, stage, adam, offload=offload):
         assert_same_bits(found, expected)
         assert nbytes > 0
+
+
+@pytest.mark.parametrize("asks", ["whole", "spread", "pieces"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_who_asks_for_it_while_a_step_is_postponed_gets_it_as_updated(world: int, asks: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        averaged = Averaged(model, engine)
+        train(model, engine, optimizer, averaged, steps=3)  # no evaluation is the last to use it
+        assert engine is None or any(group.has_postponed for group in engine.groups)
+        if engine is None or asks == "whole":
+            return averaged.state()
+        spread = {name: value for name, value in averaged.ours.spread().items() if name not in FROZEN}
+        if asks == "spread":
+            return {name: value.clone() for name, value in spread.items()}
+        lazy = [value.source for value in spread.values() if isinstance(value, LazyTensor)]
+        pieces = [(piece.extent, piece.read().clone()) for source in lazy for piece in source.pieces()]
+        assert pieces
+        whole = averaged.ours.full()
+        for extent, values in pieces:
+            assert whole[extent.name.partition(":")[2]].view(-1)[extent.start : extent.stop].equal(values)
+        return {name: value for name, value in whole.items() if name not in FROZEN}
+
+    expected = on_one_device(net(), act, adam)
+    offload, machine = Offload(optimizer="cpu"), Machine(host_is_apart=True)
+    for found in on_engine(net(), act, 2, adam, world=world, offload=offload, machine=machine):
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from safetensors.torch import load_file
 
 import ema_jobs as jobs
@@ -130,6 +131,22 @@ def test_r21_exports_and_plain_loading_have_the_average(two_ranks: RankPool, fol
     loaded = jobs.Model.load_from_checkpoint(tmp_path / "one.ckpt").state_dict()
     assert differing(loaded, saved["state_dict"]) == []
     assert differing(load_file(tmp_path / "hf" / "model.safetensors"), saved["state_dict"]) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_tested_of_a_checkpoint_is_its_average(stage: int, two_ranks: RankPool, folder: Path) -> None:
+    two_ranks.once(jobs.fit, {"stage": 3}, "32-true", folder / "3-32-true")
+    saved = read_checkpoint(folder / "3-32-true.folder")
+    for found in two_ranks.run(jobs.evaluate, {"stage": stage}, folder / "3-32-true.folder"):
+        assert differing(found["weights"], saved["state_dict"]) == []
+        assert not found["averages"]
+
+
+def test_a_module_that_is_loaded_without_strict_is_so_with_an_average() -> None:
+    checkpoint = {"current_model_state": {}, "averaging_state": {}}
+    strategy, module = Mock(spec=ZeroStrategy), Mock(strict_loading=False)
+    ZeroEMA().on_load_checkpoint(Mock(strategy=strategy, **{"state.fn": TrainerFn.FITTING}), module, checkpoint)
+    strategy.load_model_state_dict.assert_called_once_with({"state_dict": {}}, strict=False)
 
 
 def test_a_checkpoint_without_an_average_begins_one(two_ranks: RankPool, tmp_path: Path) -> None:
