@@ -84,6 +84,52 @@ def test_edits_in_place_persist(stage: int, dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_edits_of_a_frozen_weight_through_its_array_persist(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        for each in (model, plain):
+            array = each.frozen.weight.numpy()
+            array[1] = 3
+        assert torch.equal(model.frozen.weight + 0, plain.frozen.weight)
+        engine.loans.settle()
+        assert torch.equal(engine.states.full_model(copy=True)["frozen.weight"], plain.frozen.weight)
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_an_edit_of_many_returns_what_it_was_given(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        for each in (model, plain):
+            many = [each.norm.weight, each.blocks[0]["up"].weight]
+            with torch.no_grad():
+                found = torch._foreach_mul_(many, 0.5)
+            assert found is None or (
+                found is many and all(one is other for one, other in zip(found, many, strict=True))
+            )
+        engine.loans.settle()
+        for name, value in engine.states.full_model(copy=True).items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_what_a_call_has_edited_before_it_raised_is_kept(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        engine.loans.settle()
+        before = dict(engine.ledger.live)
+        for each in (model, plain):
+            values = [torch.full((10,), 5.0), torch.ones(11)]
+            with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+                torch._foreach_copy_([each.norm.weight, each.norm.bias], values)
+        engine.loans.settle()
+        assert torch.equal(engine.states.full_model(copy=True)["norm.weight"], torch.full((10,), 5.0))
+        assert dict(engine.ledger.live) == before
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
 def test_metadata_costs_no_communication(stage: int, dtype: torch.dtype | None) -> None:
     def look(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
         before = dict(comm.calls)
