@@ -152,6 +152,48 @@ def test_r28_partitioned_and_offloaded_activations_reproduce_dropout_masks(two_r
             assert kept == (inputs + mask) // 2 + tiny
 
 
+class Island(nn.Module):
+    """Computes in full precision inside of autocast, and then as it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([jobs.Block(nn.Linear(8, 8)) for _ in range(2)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        for layer in self.layers if uses else ():
+            with torch.autocast("cpu", enabled=False):
+                x = layer(x.float())
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_block_that_reads_two_byte_weights_in_full_precision_is_recomputed_with_what_it_read(stage: int) -> None:
+    """Also where the other rank's backward comes to no block, and gathers nothing."""
+
+    def act_with(recomputes: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], int]:
+            for step in range(2):
+                with engine.forward(), torch.autocast("cpu", torch.bfloat16):
+                    loss = model(batch(step + comm.rank), comm.rank == 0 or step == 0).square().mean()
+                before = comm.calls["all_gather"]
+                with engine.backward():
+                    loss.backward()
+                gathers = comm.calls["all_gather"] - before
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine), gathers
+
+        checkpointing = ActivationCheckpointing() if recomputes else None
+        options = {"autocast_dtype": torch.bfloat16, "activation_checkpointing": checkpointing}
+        return on_engine(seeded(Island), act, stage, **options)
+
+    for (found, gathers), (expected, _) in zip(act_with(True), act_with(False), strict=True):
+        assert_same_bits(found, expected)
+        assert gathers == 0 or stage == 3
+
+
 # --- calls of every kind
 
 
