@@ -160,6 +160,23 @@ def test_weights_used_by_another_module_get_the_right_gradient(stage: int, dtype
     on_two_ranks(stage, dtype, borrow)
 
 
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_a_gradient_that_was_lent_before_a_step_is_none_of_the_next_one(stage: int, dtype: torch.dtype | None) -> None:
+    def lend(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        weight, before = model.blocks[0]["up"].weight, plain.blocks[0]["up"].weight
+        held = []
+        for factor in (1.0, 2.0):
+            for each in (weight, before):
+                each.grad = None
+                (each * factor).sum().backward()
+            held.append(weight.grad.view(-1))  # through which users may edit it
+            assert torch.equal(held[-1] + 0, before.grad.view(-1))
+            engine.loans.settle()
+            assert torch.equal(weight.grad + 0, before.grad)
+
+    on_two_ranks(stage, dtype, lend)
+
+
 def test_a_two_byte_module_sees_fp32_where_autocast_is_off() -> None:
     def island(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
         x = torch.linspace(-1, 1, 30).view(3, 10)
