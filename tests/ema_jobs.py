@@ -79,7 +79,6 @@ def fit(strategy: Any, precision: str, path: Path, **arguments: Any) -> dict[str
     run.fit(model, loader(samples=32), loader(seed=1, samples=16))
     saved = saved_tensors(run, midway.path)
     end = midway.path.with_stem("end")
-    run.validate(model, loader(seed=1, samples=16), verbose=False)  # has the average, and changes nothing
     run.save_checkpoint(end)
     at_end = saved_tensors(run, end)
     run.test(model, loader(seed=2, samples=16), verbose=False)
@@ -110,15 +109,22 @@ def resume(strategy: Any, world: int, path: Path) -> dict[str, Any]:
 
 
 def evaluate(strategy: Any, path: Path) -> dict[str, Any]:
-    """What a test has of a checkpoint, after a fit of its own; and whether what is saved then says that it averages."""
+    """What a test has of a checkpoint, after a fit of its own. Also whether checkpoints say that they have an average:
+    one after the fit and a validation, and one after that test."""
     L.seed_everything(3, verbose=False)
     model, average = Model(), average_for(strategy)
     run = trainer(strategy, 2, callbacks=[average])
     run.fit(model, loader(samples=16))
+    run.validate(model, loader(seed=1, samples=16), verbose=False)
+    averages = [is_averaged(average, run)]
     run.test(model, loader(seed=2, samples=16), ckpt_path=path, weights_only=False, verbose=False)
+    return {"weights": state_of(model), "averages": [*averages, is_averaged(average, run)]}
+
+
+def is_averaged(average: Any, run: L.Trainer) -> bool:
     saved: dict[str, Any] = {"state_dict": {}}
-    average.on_save_checkpoint(run, model, saved)
-    return {"weights": state_of(model), "averages": "averaging_state" in saved}
+    average.on_save_checkpoint(run, run.lightning_module, saved)
+    return "averaging_state" in saved
 
 
 def without(strategy: Any, path: Path, **kwargs: Any) -> None:
