@@ -1,5 +1,6 @@
 """`ZeroEMA` beside Lightning's `EMAWeightAveraging` under ddp, on real ranks."""
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import ema_jobs as jobs
 from compare import differing
 from jobs import read_checkpoint
 from lightning_zero import ZeroEMA, ZeroStrategy, consolidate, export_safetensors
+from lightning_zero.run.average import Average
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -190,6 +192,16 @@ def test_a_checkpoint_from_before_the_first_fit_has_no_average() -> None:
     checkpoint: dict[str, Any] = {"state_dict": {}}
     ZeroEMA().on_save_checkpoint(Mock(strategy=ZeroStrategy(stage=2)), Mock(), checkpoint)
     assert checkpoint == {"state_dict": {}}
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_an_average_that_was_never_updated_is_told_of(updates: int) -> None:
+    callback = ZeroEMA()
+    callback._average_model = Mock(spec=Average, updates=updates)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        callback._copy_average_to_current(Mock())
+    assert [str(each.message).partition(":")[0] for each in told] == ["ZeroEMA was never updated"] * (updates == 0)
 
 
 def test_it_is_read_in_training_alone() -> None:
