@@ -208,6 +208,17 @@ def _assigned_storage(model: Layers) -> None:
         nn.init.normal_(model.layers[0].weight)  # not contiguous: drawn in another order
 
 
+def _assigned_data(model: Layers) -> None:
+    """Of parameters that rest, and have the same values on all ranks by then."""
+    spare = nn.Linear(11, 11)
+    nn.init.normal_(model.last.weight)
+    model.first.weight.data = torch.randn(11, 11)
+    model.layers[0].weight.data = spare.weight
+    model.layers[2].weight.data = model.layers[2].weight
+    model.layers[3].bias.data = torch.randn(3)
+    nn.init.normal_(model.last.weight)
+
+
 def _data_dependent(model: Layers) -> None:
     """Scales each layer by what it makes of a batch (LSUV), and takes a gradient step."""
     batch = torch.randn(8, 11)
@@ -221,6 +232,18 @@ def _data_dependent(model: Layers) -> None:
             parameter -= 0.1 * parameter.grad
         parameter.grad = None
     model.zero_grad()
+
+
+def _saved_by_a_graph(model: Layers) -> None:
+    """Autograd keeps the parameters themselves, while others are used."""
+    loss = (model.first.weight * model.last.weight).sum()
+    for layer in model.layers:
+        nn.init.normal_(layer.weight)
+    loss.backward()
+    for parameter in (model.first.weight, model.last.weight):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
 
 
 def _recurrent(model: Layers) -> None:
@@ -556,12 +579,14 @@ def read_between() -> dict[str, Any]:
         with torch.no_grad():
             edited.first.weight.mul_(2)
         edited.last.half()
-    norms = [float(parameter.float().norm()) for parameter in model.parameters()]
+    norms, expected_norms = ([float(p.float().norm()) for p in each.parameters()] for each in (model, expected))
+    for edited, rank in ((model, comm().rank), (expected, 0)):  # of edits that differ rank 0's count
+        edited.layers[1].weight.data = torch.full((11, 11), 1.0 + rank).triu().t()
     engine = Engine(model, [], stage=3, comm=comm())
     state = engine.states.full_model(copy=True)
     engine.close()
     return {
-        "norms": norms == [float(parameter.float().norm()) for parameter in expected.parameters()],
+        "norms": norms == expected_norms,
         "weights": [name for name, value in expected.state_dict().items() if not _same(state[name], value)],
         "gone": all(early_of(parameter) is None for parameter in model.parameters()),
     }
@@ -583,6 +608,107 @@ def calls_of_optimizers() -> int:
         assert parameter.nbytes == 4 * torch.numel(parameter)
         parameter.requires_grad_(False)
     return sum(comm().calls.values()) - before
+
+
+def gathers_of(use: str) -> int:
+    """All-gathers while a model is built, in which what is used last, or together, stays whole."""
+    with patch.object(construction, "LEAST_BYTES", 1200), constructing(stage=3, comm=comm()):
+        model = nn.LSTM(11, 11) if use == "together" else Layers()
+        before = comm().calls["all_gather"]
+        if isinstance(model, nn.LSTM):
+            for _ in range(3):
+                model.reset_parameters()
+            return comm().calls["all_gather"] - before
+        weight = model.first.weight
+        if use == "read":
+            for layer in model.layers:
+                assert weight.norm() > 0
+                nn.init.normal_(layer.weight)
+        else:
+            nn.init.normal_(weight)
+            nn.init.normal_(model.layers[0].weight)
+            weight.data = torch.randn(11, 11)
+            nn.init.normal_(model.layers[1].weight)
+            assert weight.norm() > 0
+        return comm().calls["all_gather"] - before
+
+
+def all_to_alls_of_reads() -> int:
+    """By which ranks take rank 0's values, while values that are nobody's edits are read again and again."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = Layers()
+        before = [float(p.norm()) for p in model.parameters()]
+        made = comm().calls["all_to_all"]
+        assert [float(p.norm()) for p in model.parameters()] == before
+        return comm().calls["all_to_all"] - made
+
+
+def _copied() -> nn.Module:
+    return copy.deepcopy(Layers())
+
+
+def _emptied() -> nn.Module:
+    with torch.device("meta"):
+        model = Layers()
+    return model.to_empty(device="cpu")
+
+
+def _replaced_unseen() -> nn.Module:
+    with torch.device("meta"):
+        model = Layers()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                values = torch.empty_like(parameter, device="cpu").fill_(1)
+                module._parameters[name] = nn.Parameter(values)
+    return model
+
+
+UNREGISTERED = {"copied": _copied, "emptied": _emptied, "replaced": _replaced_unseen}
+
+
+def unregistered(how: str) -> tuple[list[str], list[str]]:
+    """Parameters of which torch tells nobody that they are there. Returns those that are whole once most of the model
+    is there, and at the end."""
+
+    def whole() -> list[str]:
+        early = {name: early_of(parameter) for name, parameter in model.named_parameters()}
+        return [name for name, each in early.items() if each is None or each.row is None]
+
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = UNREGISTERED[how]()
+        then = whole()
+    return then, whole()
+
+
+def hold_on_one_rank(what: str) -> str:
+    """Rank 0 holds, and uses, a module that the other has dropped, or a view of values that both have."""
+
+    def build(rank: int) -> None:
+        made = nn.Linear(11, 11)
+        held = made.weight if what == "module" else made.weight.data
+        both = [made] if what == "view" else []
+        if rank:
+            del held
+        del made
+        nn.Linear(11, 11)
+        if rank == 0:
+            assert held.norm() > 0
+        for _ in range(5):
+            nn.Linear(11, 11)
+        for layer in both:
+            assert layer.weight.norm() > 0
+
+    return _timed(build)[0]
+
+
+def class_of_what_is_held() -> list[str]:
+    """Of two weights at the end, if somebody holds a view of the first."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = Layers()
+        held = model.first.weight.detach()
+    assert held.norm() > 0
+    return [type(layer.weight).__module__ for layer in (model.first, model.last)]
 
 
 def dropped_bytes() -> dict[str, int]:

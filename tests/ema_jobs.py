@@ -108,6 +108,25 @@ def resume(strategy: Any, world: int, path: Path) -> dict[str, Any]:
     return {"losses": model.losses, "seen": model.seen, "weights": state_of(model), "updates": updates, **began}
 
 
+def evaluate(strategy: Any, path: Path) -> dict[str, Any]:
+    """What a test has of a checkpoint, after a fit of its own. Also whether checkpoints say that they have an average:
+    one after the fit and a validation, and one after that test."""
+    L.seed_everything(3, verbose=False)
+    model, average = Model(), average_for(strategy)
+    run = trainer(strategy, 2, callbacks=[average])
+    run.fit(model, loader(samples=16))
+    run.validate(model, loader(seed=1, samples=16), verbose=False)
+    averages = [is_averaged(average, run)]
+    run.test(model, loader(seed=2, samples=16), ckpt_path=path, weights_only=False, verbose=False)
+    return {"weights": state_of(model), "averages": [*averages, is_averaged(average, run)]}
+
+
+def is_averaged(average: Any, run: L.Trainer) -> bool:
+    saved: dict[str, Any] = {"state_dict": {}}
+    average.on_save_checkpoint(run, run.lightning_module, saved)
+    return "averaging_state" in saved
+
+
 def without(strategy: Any, path: Path, **kwargs: Any) -> None:
     """A checkpoint of a run that averages nothing."""
     L.seed_everything(1, verbose=False)

@@ -27,7 +27,7 @@ from lightning_zero.device import SideStream, to_device
 from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.recompute import store_for
+from lightning_zero.run.recompute import Recompute, store_for
 from lightning_zero.shards import norm
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.array import ALL, empty
@@ -276,6 +276,24 @@ def checkpoint_that_is_dropped(device: torch.device) -> float:
     target, _ = store.fetch(memory)
     del target
     return float(torch.full((4096,), 2, dtype=torch.uint8, device=device)[7].item())
+
+
+def input_that_is_edited_after_its_block(device: torch.device) -> tuple[list[float], list[float]]:
+    """Returns gradients of a block, and of one whose input is copied to the host, and edited once its call is over."""
+    start, found = nn.Linear(64, 64).to(device), []
+    for recomputes in (False, True):
+        model = nn.Sequential(copy.deepcopy(start))
+        if recomputes:
+            host = Place(torch.device("cpu"), Tier.HOST, pinned=True)
+            policy = ActivationCheckpointing("Linear", offload=True)
+            Recompute(model, "Linear", store_for(policy, Ledger(), device, host, LocalComm())).install()
+        given = torch.ones(8, 64, device=device)
+        loss = model(given).square().sum()
+        if recomputes:
+            given.zero_()
+        loss.backward()
+        found.append(model[0].weight.grad.flatten().tolist())
+    return found[0], found[1]
 
 
 # -- collectives

@@ -18,12 +18,14 @@ import activation_jobs as jobs
 from activation_jobs import Adapted, Awkward
 from compare import assert_same_bits
 from lightning_zero import ActivationCheckpointing, Offload, ZeroStrategy
+from lightning_zero.run import recompute
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.recompute import Recompute
+from lightning_zero.run.recompute import Buffers, Recompute
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.activations import ActivationStore
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.tiers.stack import Stack
+from lightning_zero.torch_private import tree_iter
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
@@ -150,6 +152,48 @@ def test_r28_partitioned_and_offloaded_activations_reproduce_dropout_masks(two_r
             assert kept == (inputs + mask) // 2 + tiny
 
 
+class Island(nn.Module):
+    """Computes in full precision inside of autocast, and then as it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([jobs.Block(nn.Linear(8, 8)) for _ in range(2)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        for layer in self.layers if uses else ():
+            with torch.autocast("cpu", enabled=False):
+                x = layer(x.float())
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_block_that_reads_two_byte_weights_in_full_precision_is_recomputed_with_what_it_read(stage: int) -> None:
+    """Also where the other rank's backward comes to no block, and gathers nothing."""
+
+    def act_with(recomputes: bool) -> Any:
+        def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], int]:
+            for step in range(2):
+                with engine.forward(), torch.autocast("cpu", torch.bfloat16):
+                    loss = model(batch(step + comm.rank), comm.rank == 0 or step == 0).square().mean()
+                before = comm.calls["all_gather"]
+                with engine.backward():
+                    loss.backward()
+                gathers = comm.calls["all_gather"] - before
+                optimizer.step()
+                optimizer.zero_grad()
+            return state_of(model, engine), gathers
+
+        checkpointing = ActivationCheckpointing() if recomputes else None
+        options = {"autocast_dtype": torch.bfloat16, "activation_checkpointing": checkpointing}
+        return on_engine(seeded(Island), act, stage, **options)
+
+    for (found, gathers), (expected, _) in zip(act_with(True), act_with(False), strict=True):
+        assert_same_bits(found, expected)
+        assert gathers == 0 or stage == 3
+
+
 # --- calls of every kind
 
 
@@ -223,6 +267,19 @@ def test_a_call_with_other_weights_is_recomputed_with_them(
         start, act, stage, world=1, activation_checkpointing=ActivationCheckpointing(**policy), machine=APART
     )
     assert_same_bits(found, on_one_device(start, act))
+
+
+def test_other_weights_of_a_block_itself_and_of_layers_deep_inside_are_there_when_it_is_recomputed() -> None:
+    start = nn.Sequential(nn.Linear(8, 8), jobs.Block(jobs.Block(nn.Linear(8, 8))))
+    model = copy.deepcopy(start)
+    attached(model, {nn.Linear, jobs.Block})
+    assert_same_bits(*(gradients_of_doubled(one) for one in (model, start)))
+
+
+def gradients_of_doubled(model: nn.Module) -> dict[str, Tensor]:
+    others = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, others, (batch(),)).sum().backward()
+    return {name: other.grad for name, other in others.items() if other.grad is not None}
 
 
 class Inner(nn.Module):
@@ -299,6 +356,48 @@ def test_nothing_is_kept_where_no_gradients_are_recorded() -> None:
     assert kept_in(recompute) > 0
 
 
+class Sums(nn.Module):
+    """Of all tensors that it is given; it may edit one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.edits: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.edits is not None:
+            self.edits.mul_(2)
+        return torch.tanh(sum(leaf for leaf in tree_iter((args, kwargs))) * self.weight)
+
+
+PLACES: dict[str, Callable[[Tensor], Any]] = {
+    "argument": lambda x: ((x,), {}),
+    "keyword argument": lambda x: ((batch(),), {"more": x}),
+    "inside of one": lambda x: ((batch(),), {"more": {"x": [x]}}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_frozen_block_recomputes_if_anything_it_is_given_has_gradients(place: str) -> None:
+    block = Sums().requires_grad_(False)
+    recompute = attached(nn.ModuleList([block]), "Sums")
+    args, kwargs = PLACES[place](batch().requires_grad_())
+    graph = block(*args, **kwargs)
+    assert kept_in(recompute) > 0
+    del graph
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_inside_transforms_of_torch_which_allow_no_hooks_blocks_do_not_recompute(transform: Any) -> None:
+    plain = seeded(Nested)
+    model = copy.deepcopy(plain)
+    recompute = attached(model)
+    x = batch(rows=2)
+    found, expected = (transform(lambda x, model=one: model(x).square().sum())(x) for one in (model, plain))
+    assert torch.equal(found, expected)
+    assert recompute.store.ledger.peak[KEPT] == 0
+
+
 def test_only_the_store_keeps_the_inputs_of_blocks() -> None:
     model = seeded(Nested)
     seen: list[Any] = []
@@ -340,29 +439,49 @@ def test_buffers_change_once_and_a_recomputation_sees_them_as_they_were(policy: 
 
 
 class Counts(nn.Module):
-    """A layer that goes by a buffer, which it changes."""
+    """A layer that goes by a buffer, which it changes: in place, or by another; or its first call makes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("calls", torch.ones(()))
+        self.layer, self.how = nn.Linear(8, 8), how
+        if how != "registered":
+            self.register_buffer("calls", None if how == "made" else torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        calls = self.calls.clone()
-        self.calls += 1
+        before = getattr(self, "calls", None)
+        calls = torch.ones(()) if before is None else before.clone()
+        if self.how == "in place":
+            self.calls += 1
+        else:
+            self.register_buffer("calls", calls + 1)
         return torch.tanh(self.layer(x) * calls)
 
 
-def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward() -> None:
-    model = nn.ModuleList([jobs.Block(seeded(Counts))])
+@pytest.mark.parametrize("how", ["in place", "another", "made", "registered"])
+def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward(how: str) -> None:
+    start = nn.ModuleList([jobs.Block(seeded(lambda: Counts(how)))])
+    model = copy.deepcopy(start)
     attached(model)
     output = model[0](batch()).sum()
-    grads = []
+    start[0](batch()).sum().backward()
     for _ in range(2):
         model.zero_grad()
         output.backward(retain_graph=True)
-        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_same_bits(grads[1], grads[0])
+        assert_same_bits(gradients(model), gradients(start))
+
+
+def test_of_buffers_only_those_that_a_call_has_changed_are_kept_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks and tables of positions are large."""
+    made: list[Buffers] = []
+    monkeypatch.setattr(recompute, "Buffers", lambda module: made.append(Buffers(module)) or made[-1])
+    layers = nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval(), Counts("in place"))
+    model = nn.ModuleList([jobs.Block(layers)])
+    attached(model)
+    graph = model[0](batch())
+    (buffers,) = made
+    changed = [*layers[0].buffers(), *layers[2].buffers()]
+    assert sum(copied.nbytes for copied in buffers._values.values()) == sum(buffer.nbytes for buffer in changed)
+    del graph
 
 
 def test_torchs_own_checkpoint_updates_batch_norm_twice() -> None:
@@ -395,6 +514,29 @@ def test_what_checkpoints_for_itself_uses_our_store_and_not_inside_of_a_block() 
     sum(losses).backward()
     recompute.remove()
     assert isinstance(model["alone"]._gradient_checkpointing_func, functools.partial)
+
+
+def test_what_has_been_told_to_checkpoint_no_more_does_not() -> None:
+    asked = Asked()
+    asked.gradient_checkpointing = False
+    recompute = attached(nn.ModuleDict({"block": nn.ModuleList([jobs.Block(nn.Linear(8, 8))]), "alone": asked}))
+    assert recompute.chosen.asked == {}
+
+
+def test_what_checkpoints_for_itself_may_bind_arguments_and_call_layers_that_are_elsewhere() -> None:
+    seen = []
+
+    class Elsewhere(nn.BatchNorm1d):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append((args[1:], kwargs))
+            return super().forward(args[0])
+
+    layer, asked = Elsewhere(8), Asked()
+    attached(nn.ModuleDict({"alone": asked, "block": nn.ModuleList([nn.Linear(8, 8)])}))
+    bound = functools.partial(layer.__call__, batch(), 1, a=1, b=1)
+    asked._gradient_checkpointing_func(bound, 2, b=2).sum().backward()
+    assert seen == [((1, 2), {"a": 1, "b": 2})] * 2
+    assert layer.num_batches_tracked == 1
 
 
 @each_policy
@@ -432,6 +574,16 @@ def test_a_block_that_edits_its_input_in_place_is_an_error(policy: dict[str, Any
     attached(model, **policy)
     with pytest.raises(RuntimeError, match=r"'layers.0' edits its input in place"):
         model(batch())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edit_of_anything_that_a_block_is_given_is_an_error(place: str) -> None:
+    block, x = Sums(), batch()
+    attached(nn.ModuleList([block]), "Sums")
+    block.edits = x
+    args, kwargs = PLACES[place](x)
+    with pytest.raises(RuntimeError, match=r"'0' edits its input in place"):
+        block(*args, **kwargs)
 
 
 @each_policy
@@ -536,10 +688,55 @@ def test_what_several_blocks_are_given_is_kept_once_and_brought_back_once() -> N
     assert ledger.live_in[KEPT, Tier.HOST] == 4 * mask.nbytes
     brought = [call.fetch()[0][1] for call in calls[::-1]]
     assert len({tensor.data_ptr() for tensor in brought}) == 1
+    assert ledger.live[Category.GATHERED] == mask.nbytes
     mask.add_(1)
     (_, edited), _ = store.keep("block", ((batch(), mask), {})).fetch()
     assert torch.equal(edited, mask)
     assert torch.equal(brought[0] + 1, mask)
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "edited": lambda tensor: tensor.add_(1),
+    "of other data": lambda tensor: setattr(tensor, "data", tensor + 1),
+    "with gradients": lambda tensor: tensor.requires_grad_(),
+}
+
+
+@each_policy
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_has_changed_between_two_calls_is_kept_as_each_was_given_it(
+    change: str, policy: dict[str, Any]
+) -> None:
+    if change == "edited" and not policy:
+        return  # it is an error
+    settings = {**policy}
+    store = ActivationStore(Ledger(), HERE, HOST if settings.pop("offload", 0) else HERE, LocalComm(), **settings)
+    tensor = batch()
+    first, before = store.keep("block", (tensor,)), tensor.clone()
+    CHANGES[change](tensor)
+    second = store.keep("block", (tensor,))
+    ((one,), (other,)) = first.fetch(), second.fetch()
+    assert torch.equal(one, before)
+    assert torch.equal(other, tensor)
+    assert (one.requires_grad, other.requires_grad) == (False, tensor.requires_grad)
+
+
+def test_views_of_one_tensor_are_booked_once_where_they_are_no_copies() -> None:
+    ledger, tensor = Ledger(), batch()
+    kept = ActivationStore(ledger, HERE, HERE, LocalComm()).keep("block", (tensor[:8], tensor[8:], tensor))
+    assert ledger.live[KEPT] == tensor.nbytes
+    del kept
+
+
+@each_policy
+def test_a_tensor_of_inference_mode_comes_back(policy: dict[str, Any]) -> None:
+    block, plain = Sums(), Sums()
+    attached(nn.ModuleList([block]), "Sums", **policy)
+    with torch.inference_mode():
+        given = batch(1)
+    for one in (block, plain):
+        one(batch(), more=given).sum().backward()
+    assert_same_bits(gradients(block), gradients(plain))
 
 
 # --- bytes
@@ -692,22 +889,33 @@ def test_pa_divides_checkpoints_by_exactly_the_degree_for_one_all_gather_each(
         assert_same_bits(found.gradients, gradients(plain))
 
 
-def test_pa_divides_nothing_that_ranks_have_differently() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_pa_divides_nothing_that_ranks_have_differently(offload: bool) -> None:
     """Sequence parallelism has divided activations already."""
 
-    def rank_main(comm: Comm) -> tuple[int, int, dict[str, Tensor]]:
+    def rank_main(comm: Comm) -> tuple[list[int], int, dict[str, Tensor]]:
         model = seeded(Nested)
-        recompute = attached(model, comm=comm)
+        recompute = attached(model, comm=comm, offload=offload)
         loss = model(batch(comm.rank)).sum()
-        kept = kept_in(recompute)
+        kept = [kept_in(recompute, tier) for tier in (Tier.DEVICE, Tier.HOST)]
         loss.backward()
         return kept, comm.calls["all_gather"], gradients(model)
 
+    whole = 3 * batch().nbytes
     for rank, (kept, gathers, found) in enumerate(ThreadWorld(2).run(rank_main)):
         plain = seeded(Nested)
         plain(batch(rank)).sum().backward()
-        assert (kept, gathers) == (3 * batch().nbytes, 0)
+        assert (kept, gathers) == ([0, whole] if offload else [whole, 0], 0)
         assert_same_bits(found, gradients(plain))
+
+
+def test_what_ranks_have_differently_on_the_device_is_no_copy() -> None:
+    def rank_main(comm: Comm) -> bool:
+        given = batch(comm.rank)
+        ((found,), _) = ActivationStore(Ledger(), HERE, HERE, comm).keep("block", ((given,), {})).fetch()
+        return found.data_ptr() == given.data_ptr()
+
+    assert ThreadWorld(2).run(rank_main) == [True, True]
 
 
 def test_recomputation_gathers_as_torchs_own_checkpoint_at_stage_3() -> None:
@@ -740,6 +948,18 @@ def test_the_report_tells_the_most_that_a_step_has_kept() -> None:
     assert on_engine(seeded(lambda: Adapted("plain")), act, 2, **options)[0]["activation checkpoint"] == size
     (report, _) = on_engine(seeded(lambda: Adapted("plain")), act, 2, machine=APART, **options)
     assert (report["activation checkpoint"], report["activation checkpoint (host)"]) == (0, size)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_between_steps_an_engine_has_the_array_of_contiguous_checkpoints_and_no_other(contiguous: bool) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> int:
+        for _ in range(2):
+            model(batch()).sum().backward()
+        return engine.ledger.live[KEPT]
+
+    options = {"activation_checkpointing": ActivationCheckpointing(contiguous=contiguous)}
+    found = on_engine(seeded(lambda: Adapted("plain")), act, 2, world=1, **options)
+    assert found == [4 * batch().nbytes if contiguous else 0]
 
 
 # --- models of transformers, which have a checkpointing of their own
@@ -811,6 +1031,24 @@ def test_blocks_inside_of_what_is_compiled_are_refused() -> None:
         ValueError, match=r"'blocks.0' \(Block\) lies inside of what torch.compile traces.*block.compile"
     ):
         attached(compiled(Adapted("plain"), "whole"))
+
+
+def test_what_is_compiled_and_checkpoints_for_itself_is_refused() -> None:
+    model = nn.ModuleDict({"block": nn.ModuleList([jobs.Block(nn.Linear(8, 8))]), "alone": Asked()})
+    model["alone"].compile(backend="eager")
+    with pytest.raises(
+        ValueError, match=r"'alone' \(Asked\) lies inside .*without gradient checkpointing of their own"
+    ):
+        attached(model)
+
+
+def test_a_layer_of_transformers_that_is_compiled_is_called_and_not_asked() -> None:
+    """Asked, it would checkpoint within what is traced."""
+    kind = type("GradientCheckpointingLayer", (jobs.Block,), {})
+    model = nn.ModuleList([kind(nn.Linear(8, 8)) for _ in range(2)])
+    model[0].compile(backend="eager")
+    chosen = attached(model, {kind}).chosen
+    assert (chosen.called, chosen.asked) == ({model[0]: "0"}, {model[1]: "1"})
 
 
 # --- bad input

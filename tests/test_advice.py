@@ -18,17 +18,21 @@ import warm
 from lightning_zero import Offload
 from lightning_zero.config import ActivationCheckpointing
 from lightning_zero.device import HOST
+from lightning_zero.pl import advice
 from lightning_zero.pl.advice import (
     BESIDE,
     Held,
     Option,
     advice_for,
     advise,
+    asked_for,
+    bytes_beside,
     command_for,
     held_by,
     host_options_of,
     is_out_of_memory,
     memory_of,
+    options_beside_ddp,
     options_of,
     tell_once,
 )
@@ -154,8 +158,39 @@ def test_only_what_is_not_on_yet_is_advised() -> None:
     on = {"offload": everything, "activation_checkpointing": ActivationCheckpointing(), "prefetch": 0}
     options, _ = options_on(2, 3, **on)
     assert {*options} == {"half the batch with twice the accumulate_grad_batches"}
+    assert options["half the batch with twice the accumulate_grad_batches"].nbytes == 10**6 // 2
     options, _ = options_on(2, 3, **{**on, "activation_checkpointing": None})
     assert options["activation_checkpointing=True"] == Option("activation_checkpointing=True", 10**6, is_most=True)
+
+
+def test_a_stage_that_would_be_refused_is_not_advised() -> None:
+    options, _ = options_on(2, 1, unit_classes=("Absent",))
+    assert "stage=2" in options
+    assert "stage=3" not in options
+
+
+def test_where_host_and_device_are_one_memory_state_goes_to_disk() -> None:
+    options, _ = options_on(2, 2, machine=Machine())
+    assert "offload=Offload(optimizer='nvme', path=...)" in options
+
+
+def test_where_no_backward_follows_only_a_smaller_batch_has_less_activations() -> None:
+    def job(comm: Comm) -> list[Option]:
+        return options_of(begin(comm, 3), 3, {}, 10**6, trains=False)
+
+    *others, last = ThreadWorld(2).run(job)[0]
+    assert last == Option("a smaller batch", 10**6, is_most=True)
+    assert all(option.nbytes <= 0 or "=" in option.write for option in others)
+    assert not any("activation" in option.write or "half" in option.write for option in others)
+
+
+def test_beside_ddp_state_and_averages_can_be_divided_or_offloaded() -> None:
+    under_ddp = {Category.OPTIMIZER_STATE: 800, Category.AVERAGE: 400, Category.GRADIENT: 400, Category.PARAMETER: 400}
+    for ranks, told, freed in ((1, "2 ranks", 1000), (4, "4 ranks", 1500)):
+        divided, offloaded, smaller = options_beside_ddp(under_ddp, ranks, 7)
+        assert divided == Option(f"strategy='zero_stage_3' on {told}", freed)
+        assert offloaded.nbytes == 1200
+        assert (smaller.nbytes, smaller.is_most) == (7, True)
 
 
 def test_a_model_without_blocks_is_not_told_to_recompute_them() -> None:
@@ -176,6 +211,29 @@ def test_where_the_host_runs_out_beside_a_device_what_is_offloaded_goes_to_disk(
     (disk, kept), there = ThreadWorld(2).run(job)[0]
     assert disk == Option("Offload(optimizer='nvme', path=...)", there)
     assert kept.nbytes == 0
+
+
+def test_where_the_host_runs_out_parameters_and_activations_that_are_there_count() -> None:
+    def job(comm: Comm) -> list[Option]:
+        offload = Offload(optimizer="cpu", parameters="cpu")
+        engine = begin(comm, 3, offload=offload, activation_checkpointing=ActivationCheckpointing(offload=True))
+        train(engine)
+        held = {"parameter (host)": 10, "activation checkpoint (host)": 20, "parameter": 1, "activation checkpoint": 2}
+        return host_options_of(engine, held)
+
+    _, parameters, kept = ThreadWorld(2).run(job)[0]
+    assert parameters == Option("Offload(parameters='nvme', path=...)", 10)
+    assert kept.nbytes == 20
+
+
+def test_of_what_is_held_beside_categories_those_of_the_other_memory_are_no_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(advice, "resident_bytes", lambda: 100)
+    booked = {"parameter": 10, "master (host)": 30}
+    assert bytes_beside(booked, HOST, HOST) == 90
+    assert bytes_beside(booked, torch.device("cuda"), HOST) == 70
+    assert bytes_beside({"parameter": 1000}, HOST, HOST) == 0
 
 
 # --- what has grown
@@ -279,6 +337,21 @@ def test_an_optimizers_own_request_counts_as_its_state() -> None:
     assert "frees most: a smaller batch" in told
 
 
+@pytest.mark.parametrize("where", ["hook", "step"])
+def test_a_request_in_hooks_or_in_a_step_that_is_not_torchs_counts_as_no_state(where: str) -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise MemoryError
+
+    kind = Own if where == "step" else torch.optim.SGD
+    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)
+    if where == "hook":
+        optimizer.register_step_pre_hook(jobs._raise)
+    with pytest.raises(MemoryError) as caught:
+        optimizer.step()
+    assert asked_for(caught.value) == BESIDE
+
+
 def test_five_lines_set_what_is_held_beside_what_is_to_come_and_name_three_options() -> None:
     held = Held(
         {"parameter": 2 * 10**9, "bucket": 10**8},
@@ -313,6 +386,7 @@ def test_the_command_names_a_model_that_can_be_imported() -> None:
 
 
 def test_other_errors_are_no_business_of_it() -> None:
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert not is_out_of_memory(ValueError("out of memory"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
@@ -330,7 +404,7 @@ def test_whose_memory_has_run_out_is_told_by_the_error() -> None:
 
 
 def test_at_set_up_two_lines_say_what_to_try() -> None:
-    strategy = Mock(_engines=[], root_device=HOST, world_size=2)
+    strategy = Mock(_engines=[Mock(closed=True)], root_device=HOST, world_size=2)
     assert advise(strategy, MemoryError(), "on rank 0, in step 0", jobs.Greedy()).splitlines() == [
         "Out of memory on rank 0, in step 0, at set-up",
         "  to try without a GPU: lightning-zero plan advice_jobs:Greedy --batch ... --ranks 2 --device-memory ...",

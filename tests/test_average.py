@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.average import Average
+from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.views.lazy import LazyTensor
 from models import seeded
@@ -132,6 +133,30 @@ def test_edits_before_an_update_are_averaged_and_those_before_a_swap_are_the_mod
         assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_edits_before_it_begins_are_in_it(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        with torch.no_grad():
+            model[0].weight[1].mul_(2)
+        return Average(engine, get_ema_avg_fn(DECAY)).full(), state_of(model, engine)
+
+    for found, expected in on_engine(net(), act, stage, unit_classes=None):
+        assert_same_bits(found, expected)
+
+
+def test_names_of_compiled_modules_are_read_as_written() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        average = Average(engine, get_ema_avg_fn(DECAY))
+        average.load({name: value + 1 for name, value in average.full().items()}, 4)
+        return average.full()
+
+    start = tower()
+    expected = {name: value + 1 for name, value in start.state_dict().items()}
+    start[1] = torch.compile(start[1], backend="eager")
+    for found in on_engine(start, act, 2):
+        assert_same_bits(found, expected)
+
+
 def test_a_state_that_was_taken_stays_as_it_is() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         averaged = Averaged(model, engine)
@@ -182,16 +207,24 @@ def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> Non
     for found in on_engine(start, act, stage, make):
         assert_same_bits(found, expected)
 
-    def go_on(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
-        average = Average(engine, get_ema_avg_fn(0.5))
-        average.load(expected, updates=5)
-        model[1].requires_grad_(True)
-        optimizer.add_param_group({"params": list(model[1].parameters())})
-        engine.regroup()
-        return average.full()
+    def go_on(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[dict[str, Tensor]]:
+        found = []
+        for updates in (0, 1):
+            average = Average(engine, get_ema_avg_fn(0.5))
+            average.load(expected, updates=5)
+            if updates:
+                average.update_parameters()
+            model[updates + 1].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[updates + 1].parameters())})
+            engine.regroup()
+            found.append(average.full())
+        return found
 
-    for found in on_engine(start, go_on, stage, make):
-        assert_same_bits(found, {name: expected[name] for name in found})
+    start[2].requires_grad_(False)
+    for before, after in on_engine(start, go_on, stage, make):
+        assert_same_bits(before, {name: expected[name] if name[0] != "2" else value for name, value in before.items()})
+        began = {name: value for name, value in start.state_dict().items() if name[0] == "2"}  # with what it is
+        assert_same_bits({name: after[name] for name in began}, began)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -232,6 +265,32 @@ def test_offloaded_it_rests_with_the_state_and_is_updated_with_the_step(
     for found, nbytes in on_engine(net(), act, stage, adam, offload=offload):
         assert_same_bits(found, expected)
         assert nbytes > 0
+
+
+@pytest.mark.parametrize("asks", ["whole", "spread", "pieces"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_who_asks_for_it_while_a_step_is_postponed_gets_it_as_updated(world: int, asks: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        averaged = Averaged(model, engine)
+        train(model, engine, optimizer, averaged, steps=3)  # no evaluation is the last to use it
+        assert engine is None or any(group.has_postponed for group in engine.groups)
+        if engine is None or asks == "whole":
+            return averaged.state()
+        spread = {name: value for name, value in averaged.ours.spread().items() if name not in FROZEN}
+        if asks == "spread":
+            return {name: value.clone() for name, value in spread.items()}
+        lazy = [value.source for value in spread.values() if isinstance(value, LazyTensor)]
+        pieces = [(piece.extent, piece.read().clone()) for source in lazy for piece in source.pieces()]
+        assert pieces
+        whole = averaged.ours.full()
+        for extent, values in pieces:
+            assert whole[extent.name.partition(":")[2]].view(-1)[extent.start : extent.stop].equal(values)
+        return {name: value for name, value in whole.items() if name not in FROZEN}
+
+    expected = on_one_device(net(), act, adam)
+    offload, machine = Offload(optimizer="cpu"), Machine(host_is_apart=True)
+    for found in on_engine(net(), act, 2, adam, world=world, offload=offload, machine=machine):
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

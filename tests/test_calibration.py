@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import fields
-from unittest.mock import patch
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 from torch import Tensor
 
 import rehearsal_jobs
@@ -20,8 +23,10 @@ from lightning_zero.wire.local import CountingComm
 MODEL = ["rehearsal_jobs:Model", "--batch", "4x16:int64", "--ranks", "2"]
 
 
-def test_two_ranks_measure_every_rate_while_they_train() -> None:
-    found = calibrate(rehearsal_jobs.Model, rehearsal_jobs.batch_of)
+def test_two_ranks_measure_every_rate_while_they_train(tmp_path: Path) -> None:
+    mark = rehearsal_jobs.Marks(tmp_path / "begun")
+    found = calibrate(rehearsal_jobs.Model, rehearsal_jobs.batch_of, callbacks=[mark])
+    assert mark.path.exists()
     for one in fields(Rates):
         value = getattr(found, one.name)
         # No machine is slower, and no processor is faster. Whether they are right is a benchmark's matter.
@@ -48,6 +53,49 @@ def test_the_rates_of_a_link_that_is_known_are_found() -> None:
         link, latency = calibration._rates_of(comm, HOST, lambda: now[0])
     assert link == pytest.approx(1e6, rel=1e-3)
     assert latency == pytest.approx(0.5, rel=1e-3)
+
+
+def test_where_more_bytes_take_no_longer_the_rate_of_a_link_is_finite() -> None:
+    comm, now = CountingComm(0, 2), [0.0]
+
+    def takes(*_: Any) -> Work:
+        now[0] += 0.5
+        return Work()
+
+    with patch.object(comm, "all_gather", takes), patch.object(comm, "reduce_scatter", takes):
+        link, _ = calibration._rates_of(comm, HOST, lambda: now[0])
+    assert link == pytest.approx(4 * calibration.NUMEL / (calibration.LEAST * 0.5))
+
+
+def test_the_first_of_several_calls_is_not_timed() -> None:
+    now, took = [0.0], [100.0]
+
+    def do() -> None:
+        now[0] += took.pop() if took else 1.0
+
+    assert calibration._seconds_of(do, lambda: now[0]) == 1.0
+
+
+@pytest.mark.parametrize(("seconds", "calculating"), [(3e-3, 2e-3), (1.01e-3, calibration.LEAST * 1.01e-3)])
+def test_operations_of_the_last_steps_are_timed_and_what_calculates_beside_its_bytes(
+    seconds: float, calculating: float
+) -> None:
+    one, played = torch.ones(64, 64), calibration.Timed(0, 2)
+    add, multiply = torch.ops.aten.add.Tensor, torch.ops.aten.mm.default
+
+    def ran(func: Any, took: float) -> None:
+        played.hollow.took = took
+        played._ran(func, (one, one), {}, func(one, one))
+
+    with patch.object(calibration.Rank, "_ran"):
+        ran(add, 7.0)  # at set-up
+        played._engine, played._batches_left = Mock(), calibration.COUNTED
+        ran(add, 8.0)  # in a step that only warms up
+        played._batches_left = calibration.COUNTED - 1
+        ran(add, 1e-3)
+        ran(multiply, seconds)
+    assert played.memory_rate == pytest.approx(3 * one.nbytes / 1e-3)
+    assert played.flops_rate == pytest.approx(2 * 64**3 / calculating)
 
 
 def test_one_rank_alone_cannot_calibrate() -> None:

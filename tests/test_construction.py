@@ -45,7 +45,17 @@ def test_random_models_are_initialised_as_on_one_device(spec: Any, two_ranks: Ra
 
 @pytest.mark.parametrize(
     "name",
-    ["assorted", "applied", "through data", "arithmetic", "assigned storage", "buffers", "t5", "Parametrised"],
+    [
+        "assorted",
+        "applied",
+        "through data",
+        "arithmetic",
+        "assigned storage",
+        "assigned data",
+        "buffers",
+        "t5",
+        "Parametrised",
+    ],
 )
 def test_of_ranks_with_other_seeds_rank_0s_values_count(name: str, two_ranks: RankPool) -> None:
     assert_as_on_one_device(two_ranks.run(jobs.built_with_other_seeds, name))
@@ -64,6 +74,11 @@ def test_all_but_what_somebody_looks_at_rests_as_rows_at_the_end(two_ranks: Rank
 def test_what_is_dropped_while_a_model_is_built_takes_no_memory(two_ranks: RankPool) -> None:
     for rank in two_ranks.run(jobs.dropped_bytes):
         assert rank["rows"] <= 0.6 * rank["model"]
+
+
+@pytest.mark.parametrize(("use", "gathers"), [("read", 6), ("assigned", 3), ("together", 0)])
+def test_what_was_used_last_and_all_of_one_module_stay_whole(use: str, gathers: int, two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.gathers_of, use) == [gathers] * 2
 
 
 # -- memory
@@ -86,6 +101,28 @@ def test_r36_a_rank_never_holds_more_than_its_share_and_the_largest_unit(name: s
         assert most < 0.8 * rank["model"]
         assert rank["model"] / fresh_ranks.world < rank["built"] <= most
         assert rank["taken over"] <= most
+
+
+def test_values_that_were_only_read_are_not_sent_again(two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.all_to_alls_of_reads) == [0, 0]
+
+
+@pytest.mark.parametrize("how", jobs.UNREGISTERED)
+def test_parameters_that_no_module_has_registered_rest_as_rows_too(how: str, two_ranks: RankPool) -> None:
+    for then, at_end in two_ranks.run(jobs.unregistered, how):
+        assert len(then) < 7  # of 14
+        assert at_end == []
+
+
+def test_at_the_end_a_parameter_is_plain_if_somebody_holds_its_values(two_ranks: RankPool) -> None:
+    for held, rests in two_ranks.run(jobs.class_of_what_is_held):
+        assert held == "torch.nn.parameter"
+        assert rests != held
+
+
+@pytest.mark.parametrize("what", ["module", "view"])
+def test_a_rank_may_hold_and_use_what_the_others_have_dropped(what: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.hold_on_one_rank, what) == ["", ""]
 
 
 # -- what goes wrong

@@ -227,6 +227,14 @@ def test_memory_of_a_checkpoint_that_is_dropped_on_its_way_is_not_used_before_it
 
 
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
+def test_an_input_may_be_edited_once_the_block_is_over_that_recomputes_from_a_copy(
+    policy: str, sim_process: RankPool
+) -> None:
+    ((expected, found),) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.input_that_is_edited_after_its_block)
+    assert found == expected
+
+
+@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
 def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(
     policy: str, sim_process: RankPool
 ) -> None:

@@ -1,5 +1,6 @@
 """`ZeroEMA` beside Lightning's `EMAWeightAveraging` under ddp, on real ranks."""
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -8,12 +9,14 @@ from unittest.mock import Mock
 
 import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from safetensors.torch import load_file
 
 import ema_jobs as jobs
 from compare import differing
 from jobs import read_checkpoint
 from lightning_zero import ZeroEMA, ZeroStrategy, consolidate, export_safetensors
+from lightning_zero.run.average import Average
 from ranks import RankPool
 
 DDP = "ddp_find_unused_parameters_true"
@@ -132,6 +135,22 @@ def test_r21_exports_and_plain_loading_have_the_average(two_ranks: RankPool, fol
     assert differing(load_file(tmp_path / "hf" / "model.safetensors"), saved["state_dict"]) == []
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_tested_of_a_checkpoint_is_its_average(stage: int, two_ranks: RankPool, folder: Path) -> None:
+    two_ranks.once(jobs.fit, {"stage": 3}, "32-true", folder / "3-32-true")
+    saved = read_checkpoint(folder / "3-32-true.folder")
+    for found in two_ranks.run(jobs.evaluate, {"stage": stage}, folder / "3-32-true.folder"):
+        assert differing(found["weights"], saved["state_dict"]) == []
+        assert found["averages"] == [True, False]
+
+
+def test_a_module_that_is_loaded_without_strict_is_so_with_an_average() -> None:
+    checkpoint = {"current_model_state": {}, "averaging_state": {}}
+    strategy, module = Mock(spec=ZeroStrategy), Mock(strict_loading=False)
+    ZeroEMA().on_load_checkpoint(Mock(strategy=strategy, **{"state.fn": TrainerFn.FITTING}), module, checkpoint)
+    strategy.load_model_state_dict.assert_called_once_with({"state_dict": {}}, strict=False)
+
+
 def test_a_checkpoint_without_an_average_begins_one(two_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "without.ckpt"
     two_ranks.run(jobs.without, {"stage": 2}, path)
@@ -173,6 +192,16 @@ def test_a_checkpoint_from_before_the_first_fit_has_no_average() -> None:
     checkpoint: dict[str, Any] = {"state_dict": {}}
     ZeroEMA().on_save_checkpoint(Mock(strategy=ZeroStrategy(stage=2)), Mock(), checkpoint)
     assert checkpoint == {"state_dict": {}}
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+def test_an_average_that_was_never_updated_is_told_of(updates: int) -> None:
+    callback = ZeroEMA()
+    callback._average_model = Mock(spec=Average, updates=updates)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        callback._copy_average_to_current(Mock())
+    assert [str(each.message).partition(":")[0] for each in told] == ["ZeroEMA was never updated"] * (updates == 0)
 
 
 def test_it_is_read_in_training_alone() -> None:

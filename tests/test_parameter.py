@@ -84,6 +84,52 @@ def test_edits_in_place_persist(stage: int, dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_edits_of_a_frozen_weight_through_its_array_persist(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        for each in (model, plain):
+            array = each.frozen.weight.numpy()
+            array[1] = 3
+        assert torch.equal(model.frozen.weight + 0, plain.frozen.weight)
+        engine.loans.settle()
+        assert torch.equal(engine.states.full_model(copy=True)["frozen.weight"], plain.frozen.weight)
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_an_edit_of_many_returns_what_it_was_given(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        for each in (model, plain):
+            many = [each.norm.weight, each.blocks[0]["up"].weight]
+            with torch.no_grad():
+                found = torch._foreach_mul_(many, 0.5)
+            assert found is None or (
+                found is many and all(one is other for one, other in zip(found, many, strict=True))
+            )
+        engine.loans.settle()
+        for name, value in engine.states.full_model(copy=True).items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_what_a_call_has_edited_before_it_raised_is_kept(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        engine.loans.settle()
+        before = dict(engine.ledger.live)
+        for each in (model, plain):
+            values = [torch.full((10,), 5.0), torch.ones(11)]
+            with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+                torch._foreach_copy_([each.norm.weight, each.norm.bias], values)
+        engine.loans.settle()
+        assert torch.equal(engine.states.full_model(copy=True)["norm.weight"], torch.full((10,), 5.0))
+        assert dict(engine.ledger.live) == before
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
 def test_metadata_costs_no_communication(stage: int, dtype: torch.dtype | None) -> None:
     def look(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
         before = dict(comm.calls)
@@ -112,6 +158,23 @@ def test_weights_used_by_another_module_get_the_right_gradient(stage: int, dtype
         assert torch.equal(found, plain.blocks[0]["up"].weight.grad)  # the same data on both ranks: the mean is it
 
     on_two_ranks(stage, dtype, borrow)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_a_gradient_that_was_lent_before_a_step_is_none_of_the_next_one(stage: int, dtype: torch.dtype | None) -> None:
+    def lend(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        weight, before = model.blocks[0]["up"].weight, plain.blocks[0]["up"].weight
+        held = []
+        for factor in (1.0, 2.0):
+            for each in (weight, before):
+                each.grad = None
+                (each * factor).sum().backward()
+            held.append(weight.grad.view(-1))  # through which users may edit it
+            assert torch.equal(held[-1] + 0, before.grad.view(-1))
+            engine.loans.settle()
+            assert torch.equal(weight.grad + 0, before.grad)
+
+    on_two_ranks(stage, dtype, lend)
 
 
 def test_a_two_byte_module_sees_fp32_where_autocast_is_off() -> None:

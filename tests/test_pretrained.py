@@ -303,6 +303,33 @@ def test_all_that_does_not_fit_is_named_in_one_error_on_every_rank(world: int, s
         assert "strict=False" in told
 
 
+def test_all_names_of_a_tied_weight_must_fit(source: Kinds, tmp_path: Path) -> None:
+    for name, other in (
+        ("inner.head.weight", "inner.embedding.weight"),
+        ("inner.embedding.weight", "inner.head.weight"),
+    ):
+        whole = source.state_dict()[other].clone()
+        saved(source, tmp_path / "model.safetensors", **{other: whole, name: torch.ones(2, 2)})
+        with pytest.raises(RuntimeError, match=rf"'{name}' is \(2, 2\) in the files"):
+            load_pretrained(kinds(0), tmp_path, comm=LocalComm())
+
+
+def test_names_of_compiled_modules_are_as_written(file: Path, source: Kinds) -> None:
+    model = kinds(0)
+    model.narrow = torch.compile(model.narrow, backend="eager")
+    load_pretrained(model, file, comm=LocalComm())
+    assert model.narrow.weight.equal(source.narrow.weight)
+
+
+def test_any_number_of_tensors_may_be_left_out(file: Path, source: Kinds) -> None:
+    model, before = kinds(0), kinds(0)
+    left = load_pretrained(
+        model, file, comm=LocalComm(), rename=lambda name: None if name.startswith("norm.") else name, strict=False
+    )
+    assert left == ([f"norm.{name}" for name in source.norm.state_dict()], [])
+    assert_same_bits(model.norm.state_dict(), before.norm.state_dict())
+
+
 def test_nothing_is_loaded_where_not_all_fits(source: Kinds, tmp_path: Path) -> None:
     saved(source, tmp_path / "model.safetensors", more=torch.ones(1))
     model, before = kinds(0), kinds(0)
@@ -365,11 +392,15 @@ def test_damaged_files_are_named(file: Path, tmp_path: Path) -> None:
     path.write_bytes(b"")
     assert f"{path} is not a safetensors file" in refusal(path)
     length = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + length])
-    header["norm.weight"]["dtype"] = "F4"
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
-    assert f"{path} is not a safetensors file: KeyError: 'F4'" in refusal(path)
+    for entry, told in (
+        ({"dtype": "F4"}, "is not a safetensors file: KeyError: 'F4'"),
+        ({"shape": [6]}, "is damaged, or was not written to its end: 'norm.weight' ends at"),
+    ):
+        header = json.loads(whole[8 : 8 + length])
+        header["norm.weight"] |= entry
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        assert f"{path} {told}" in refusal(path)
 
 
 def test_an_index_that_promises_more_is_refused(tmp_path: Path) -> None:
@@ -396,6 +427,16 @@ def test_of_a_tensor_in_two_files_the_one_that_the_index_names_is_read(
     save_file(values | {one: torch.zeros(2)}, tmp_path / "second.safetensors")
     listed = {one: "first.safetensors"} | dict.fromkeys(others, "second.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    model = kinds(0)
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert_same_bits(model.state_dict(), source.state_dict())
+
+
+def test_of_two_indices_the_one_that_transformers_write_is_read(file: Path, source: Kinds, tmp_path: Path) -> None:
+    for index, name in (("consolidated", "absent"), ("model", "here")):
+        listed = dict.fromkeys(load_file(file), f"{name}.safetensors")
+        (tmp_path / f"{index}.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    (tmp_path / "here.safetensors").write_bytes(file.read_bytes())
     model = kinds(0)
     load_pretrained(model, tmp_path, comm=LocalComm())
     assert_same_bits(model.state_dict(), source.state_dict())

@@ -205,13 +205,13 @@ class Buffers:
         self._before: list[_Before] = []
         self._values: dict[int, Tensor] = {}  # copies, by the buffer's id: a buffer may be in several modules
         with torch.no_grad():
-            for holder in module.modules():
-                if buffers := dict(buffers_in(holder)):
-                    for buffer in buffers.values():
-                        if buffer is not None and id(buffer) not in self._values:
-                            self._values[id(buffer)] = buffer.clone()
-                    versions = {name: version_of(buffer) for name, buffer in buffers.items() if buffer is not None}
-                    self._before.append(_Before(holder, buffers, versions))
+            for holder in module.modules():  # also those without buffers: the call may register the first one
+                buffers = dict(buffers_in(holder))
+                for buffer in buffers.values():
+                    if buffer is not None and id(buffer) not in self._values:
+                        self._values[id(buffer)] = buffer.clone()
+                versions = {name: version_of(buffer) for name, buffer in buffers.items() if buffer is not None}
+                self._before.append(_Before(holder, buffers, versions))
 
     def forget_unchanged(self) -> None:
         """Frees the copies for modules whose buffers the call, which is over, has not changed."""
