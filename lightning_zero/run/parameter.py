@@ -123,6 +123,7 @@ class RestingParameter(_Intercepting):
     """See the module's docstring."""
 
     @classmethod
+    @torch.compiler.disable  # what brings values has effects, and is no part of a graph of the user's
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRADIENT:
             cls.lender.settle_gradients()
