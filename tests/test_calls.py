@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -448,3 +449,32 @@ def test_a_step_that_failed_before_it_changed_anything_is_none_beside_that_of_an
         engine.close()
 
     ThreadWorld(2).run(act)
+
+
+class Ignores(Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_who_ignores_closures_steps_whole_parameters_on_every_rank_and_is_told(stage: int) -> None:
+    """As Lightning gives one to each step, also in manual optimization."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(x(1.0 + step)).square().mean().backward()
+            optimizer.step(lambda: None)
+        return state_of(model, engine)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_as_on_one_device(tower(), act, stage, Ignores)
+    told = [str(one.message) for one in caught if "has not called the closure" in str(one.message)]
+    assert len(told) == (2 if stage else 0)  # once on each rank

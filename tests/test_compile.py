@@ -118,6 +118,14 @@ def test_a_lightning_module_compiled_as_a_whole_trains(two_ranks: RankPool) -> N
         assert two_ranks.run(user_jobs.fit_compiled_module, {"stage": stage})[0] == expected
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_method_that_is_compiled_trains_as_under_ddp(precision: str, two_ranks: RankPool) -> None:
+    """Nothing tells at set-up that it is, or whose weights it will read."""
+    expected = two_ranks.run(user_jobs.fit_compiled_method, "ddp", precision)[0]
+    for stage in (1, 2, 3):
+        assert two_ranks.run(user_jobs.fit_compiled_method, {"stage": stage}, precision)[0] == expected
+
+
 def test_in_place_compilation_is_the_users_again_after_close() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
         compiled = [block._compiled_call_impl for block in model]

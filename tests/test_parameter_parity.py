@@ -227,6 +227,25 @@ class Both(nn.Linear):
         return super().forward(hidden)
 
 
+class Masked(nn.Linear):
+    """As a PixelCNN masks its weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.weight.data *= torch.ones(WIDTH, WIDTH).tril()
+        return super().forward(hidden)
+
+
+class Normalised(nn.Linear):
+    """Sets its weights by the first batch, as the normalisation of a Glow does."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not getattr(self, "is_set", False):
+            self.is_set = True
+            self.bias.data.copy_(-hidden.mean(0))
+            self.weight.data.copy_(torch.eye(WIDTH))
+        return super().forward(super().forward(hidden))
+
+
 class Bounded(nn.Embedding):
     def __init__(self, *_: int) -> None:
         super().__init__(4, WIDTH, max_norm=0.5)
@@ -235,7 +254,7 @@ class Bounded(nn.Embedding):
         return super().forward(torch.tensor([0, 1, 3]))
 
 
-@pytest.mark.parametrize("kind", [Clamped, Renormed, Both, Bounded])
+@pytest.mark.parametrize("kind", [Clamped, Renormed, Both, Masked, Normalised, Bounded])
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_in_a_modules_own_forward_persist(stage: int, kind: Any) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:

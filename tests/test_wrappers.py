@@ -16,7 +16,7 @@ from models import seeded
 from test_offload import APART
 from thread_world import ThreadWorld
 from unit_jobs import WIDTH, on_engine, on_one_device, state_of, tower, x
-from wrappers import WRAPPERS, Bare, Hoarder, SAMByNorm, momentum
+from wrappers import WRAPPERS, Bare, Hoarder, SAMByNorm, SAMInTwoCalls, momentum
 from zoo import agg_mo, made
 
 STAGES = [1, 2, 3]
@@ -244,8 +244,39 @@ def test_a_norm_of_all_gradients_is_refused_at_set_up(stage: int) -> None:
         model = tower()
         Engine(model, [SAMByNorm(model.parameters(), momentum)], stage=stage, comm=comm, options=Options())
 
-    with pytest.raises(ValueError, match=r"SAMByNorm looks at all parameters together.*stage=0"):
+    with pytest.raises(ValueError, match=r"SAMByNorm looks at all parameters together.*stage=0.*granularity='tensor'"):
         ThreadWorld(2).run(set_up)
+
+
+def test_who_asks_for_whole_tensors_is_not_told_to_ask_for_them() -> None:
+    def set_up(comm: Comm) -> None:
+        model, options = tower(), Options(granularity="tensor")
+        Engine(model, [SAMByNorm(model.parameters(), momentum)], stage=1, comm=comm, options=options)
+
+    with pytest.raises(ValueError, match="looks at all parameters together") as refused:
+        ThreadWorld(2).run(set_up)
+    assert "granularity='tensor'" not in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": Offload(optimizer="cpu"), "machine": APART}], ids=["", "offload"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.filterwarnings("ignore:SAMInTwoCalls looks at all parameters together")  # in `step`, which nobody calls
+def test_a_sam_whose_two_steps_users_call_themselves_trains_as_on_one_device(
+    stage: int, options: dict[str, Any]
+) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        for step in range(3):
+            for part in (optimizer.first_step, optimizer.second_step):
+                model(x(1 + step)).square().mean().backward()
+                part()
+        return state_of(model, engine)
+
+    def make(parameters: Any) -> Any:
+        return SAMInTwoCalls(parameters, momentum)
+
+    expected = on_one_device(tower(), act, make)
+    for found in on_engine(tower(), act, stage, make, granularity="element", **options):
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("stage", [0, *STAGES])

@@ -316,6 +316,32 @@ def fit_compiled_module(strategy: Any) -> list[float]:
     return model.losses
 
 
+class CompiledMethod(CompiledBlocks):
+    """Its loss is compiled: the calls of its layers, and a penalty on weights that no layer reads there."""
+
+    def __init__(self) -> None:
+        super().__init__(compiles=False, depth=1)
+        self.loss = torch.compile(self.penalised, backend="aot_eager")
+
+    def penalised(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(x))
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return nn.functional.cross_entropy(self.outer(hidden).float(), y) + 0.01 * penalty
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def fit_compiled_method(strategy: Any, precision: str) -> list[float]:
+    torch._dynamo.reset()
+    L.seed_everything(1, verbose=False)
+    model = CompiledMethod()
+    trainer(strategy, 2, max_steps=3, precision=precision).fit(model, loader())
+    return model.losses
+
+
 class GradientReader(Classifier):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy

@@ -120,6 +120,26 @@ class SAMByNorm(SAM):
         return p.grad / (torch.stack(norms).norm() + 1e-12)
 
 
+class SAMInTwoCalls(SAMByNorm):
+    """As most have it: users call two methods with gradients of their own, and never `step`."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        climbs = [self.climb(p) for group in self.param_groups for p in group["params"]]
+        for p, climb in zip((p for group in self.param_groups for p in group["params"]), climbs, strict=True):
+            self.state[p]["before"] = p.data.clone()
+            p.add_(climb, alpha=0.05)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["before"].clone()
+        self.base.step()
+        self.zero_grad()
+
+
 class ScheduleFree(Optimizer):
     """arXiv 2405.15682, over SGD: steps z, evaluates the average x, and takes gradients at y between the two. Weights
     are y in training and x in evaluation; the state has z."""

@@ -110,8 +110,8 @@ class ShardedStrategy:
     def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
         """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
 
-        In-place edits persist without it where torch can see them. It cannot see edits through `.numpy()`, or through
-        `.data` inside a module's own forward; outside of ``write=True`` such edits may be lost.
+        In-place edits persist without it where torch can see them. It cannot see edits through `.numpy()`; outside of
+        ``write=True`` such edits may be lost.
 
         Args:
             module: whose parameters.

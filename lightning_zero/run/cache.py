@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.plan import Residents
+from lightning_zero.run.watch import Watch
 from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import no_interception
@@ -21,13 +22,16 @@ class UnitCache:
     """The units of an engine, by number. `room` of them are gathered in the arena at a time, beside those that contain
     other units (`apart`). A unit stays gathered until its room is needed."""
 
-    def __init__(self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception) -> None:
+    def __init__(
+        self, units: Sequence[Unit], arena: Arena, room: int, interception: Interception, watch: Watch
+    ) -> None:
         self.units = units
         self.numbers = {unit: number for number, unit in enumerate(units)}
         self.apart = {number for number, unit in enumerate(units) if not unit.is_leaf}
         self.room = room
         self._arena = arena
         self._interception = interception
+        self._watch = watch
         self._residents = Residents(room, self.apart)
         self._units = {group: unit for unit in units for group in unit.groups}
         self._in_buffers: dict[int, Unit] = {}  # storage of a buffer -> the unit in it
@@ -89,7 +93,7 @@ class UnitCache:
                 continue
             if keeps_edits and not unit.is_held:
                 with torch.no_grad(), no_interception():
-                    group.edits.keep()
+                    self._watch.keep_used(group)
             self._interception.hide(group)
         if unit.is_held:
             return

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from types import FrameType
@@ -13,6 +14,12 @@ from torch.optim import Optimizer
 from lightning_zero.shards.optimizer import PieceStepper
 
 Contexts = Sequence[Callable[[], AbstractContextManager[None]]]
+
+
+_IGNORES = (
+    "{}.step() has not called the closure that it was given: every rank has stepped whole parameters, keeps state of "
+    "all of them, and no on_before_optimizer_step was called. Begin it with `if closure is not None: closure()`."
+)
 
 
 class _Abandoned(Exception):
@@ -36,6 +43,8 @@ class StepCalls:
         self._depth = 0  # number of calls under way, one inside another
         self._outermost: FrameType | None = None  # frame of the outermost of these calls
         self._thread = 0  # thread of the outermost call
+        self._waits = False  # the outermost call has a closure, and is entered when that is called
+        self._has_warned = False
 
     def interrupt(self) -> None:
         """Ends a call that an error has left, without completing the step."""
@@ -63,9 +72,11 @@ class StepCalls:
             if self._stepper.is_stepping:  # the stepper itself calls `step`, for parameters that it steps apart
                 return None
             self._outermost, self._thread = _caller(), threading.get_ident()
+            self._waits = True
         self._depth += 1
 
         def enter() -> None:
+            self._waits = False
             if self._stepper.is_stepping:
                 return  # an outer call has entered
             with ExitStack() as entered:
@@ -90,11 +101,14 @@ class StepCalls:
             return (args[0], closure_outside_step, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_outside_step}
 
-    def after(self, *_: Any) -> None:
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
         """A call has ended."""
         # After a call inside that failed, the depth is too large: torch has called no hook for it.
         if self._depth == 1 or (self._depth and _caller() is self._outermost):
             self._depth, self._outermost = 0, None
+            if self._waits and not self._has_warned and any(slot.group.is_cut for slot in self._stepper.slots):
+                self._has_warned = True
+                warnings.warn(_IGNORES.format(type(optimizer).__name__), stacklevel=2)
             self._entered.close()
             self._then()
         elif self._depth:

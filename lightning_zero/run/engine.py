@@ -32,6 +32,7 @@ from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
 from lightning_zero.run.step_hooks import StepHooks
 from lightning_zero.run.stepping import Stepping
+from lightning_zero.run.watch import Watch
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.options import Options
@@ -116,11 +117,12 @@ class Engine:
         self.groups = made.groups
         interception = Interception(lambda: self.loans)
         journal, notices = Journal(), Notices()
-        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception)
+        watch = Watch(self.groups)
+        cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception, watch)
         stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices)
         overlap, in_backward = self.options.overlap, stepping.in_backward
         reductions = Reductions(made, comm, overlap, interception, in_backward, notices)
-        lasting = LastingLoans(self.groups, cache)
+        lasting = LastingLoans(cache, watch)
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, lasting, interception, journal)
         saved = SavedParameters(cache, lasting, self.runner)
         self.loans = Loans(self.groups, cache, lasting, self.runner, saved)

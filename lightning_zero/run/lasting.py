@@ -43,9 +43,9 @@ class LastingLoans:
     """The loans of an engine that last to the next boundary: of copies in the declared dtype, of units, and of whole
     gradients. Nothing here waits for other ranks: `Loans` does, before it keeps edits."""
 
-    def __init__(self, groups: Iterable[ShardGroup], cache: UnitCache) -> None:
+    def __init__(self, cache: UnitCache, watch: Watch) -> None:
         self._cache = cache
-        self.watch = Watch(groups)
+        self.watch = watch
         self._copies: dict[ShardGroup, _Copy] = {}
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views

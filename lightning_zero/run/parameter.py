@@ -87,8 +87,9 @@ class _Intercepting(Parameter):
 
 
 class WatchedParameter(_Intercepting):
-    """A parameter that has its values, whose masters are in another tier: edits reach them only if they are noticed.
-    Those through `p.data` do not raise a version, so its lender is told of each look at it."""
+    """A parameter that has its values, whose masters are elsewhere: in another tier, or the shards of a unit in use.
+    Edits reach them only if they are noticed. Those through `p.data` do not raise a version, so its lender is told of
+    each look at it."""
 
     @property
     def data(self) -> Tensor:
@@ -122,6 +123,7 @@ class RestingParameter(_Intercepting):
     """See the module's docstring."""
 
     @classmethod
+    @torch.compiler.disable  # what brings values has effects, and is no part of a graph of the user's
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GRADIENT:
             cls.lender.settle_gradients()
@@ -246,7 +248,7 @@ class Interception:
 
     def show(self, group: ShardGroup) -> None:
         """Makes the parameters plain ones, or watched. Their values must be there."""
-        is_watched = group.is_apart
+        is_watched = group.is_apart or not group.stays_full  # a unit's masters are other memory than what is gathered
         for slot in group.slots:
             slot.parameter.__class__ = self._class(slot.plain_class, rests=False) if is_watched else slot.plain_class
 

@@ -101,7 +101,9 @@ class Schedule:
         groups = {weight.slot.group for weight in weights}
         resting, device = next((group.kind.resting, group.setting.places.gathered.device.type) for group in groups)
 
-        @torch.compiler.disable(recursive=False)
+        # Also torch's own, inside: where a function of the user's is compiled that calls the module, the graph would
+        # take the parameters themselves, and not what is shown.
+        @torch.compiler.disable
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._loans.latest.catch_up(*groups)
             self._lasting.show_declared(groups)

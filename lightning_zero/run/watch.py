@@ -68,6 +68,12 @@ class Watch:
         """Forgets all looks, at a boundary."""
         self._fingerprints.clear()
 
+    def keep_used(self, group: ShardGroup) -> None:
+        """Keeps edits of a unit's values, at the end of its use."""
+        full = group.full_param
+        group.edits.keep(is_edited=full is not None and self.tells_edit(group, full))
+        self.forget(group)  # the next use may gather them into other memory
+
     # -- boundaries
 
     def keep_edits(self) -> None:

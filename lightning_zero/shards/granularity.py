@@ -58,10 +58,12 @@ def choose_stepped(
                 stacklevel=2,
             )
         elif reason not in (None, BY_TENSOR, BY_BLOCK, NESTED) and not (asked == "tensor" and reason != BY_ALL):
+            knows = "or, if you know that it looks at one tensor at a time, granularity='tensor'; "
             raise ValueError(
                 f"{kind} {reason}, and each rank steps only a part of its parameters: the result would be wrong. Use "
-                "stage=0, or another optimizer; or, if you know that it looks at one tensor at a time, "
-                "granularity='tensor'."
+                f"stage=0, or another optimizer; {'' if asked == 'tensor' else knows}or, if you call methods of its "
+                "own that look at them all, and never its step (first_step and second_step of a SAM), "
+                "granularity='element'."
             )
     if is_divided and (whole or blocked):
         raise ValueError(
