@@ -248,26 +248,31 @@ class Interception:
 
     def show(self, group: ShardGroup) -> None:
         """Makes the parameters plain ones, or watched. Their values must be there."""
-        is_watched = group.is_apart or not group.stays_full  # a unit's masters are other memory than what is gathered
+        if group.is_apart or not group.stays_full:  # a unit's masters are other memory than what is gathered
+            self._put_class(group, rests=False)
+            return
         for slot in group.slots:
-            slot.parameter.__class__ = self._class(slot.plain_class, rests=False) if is_watched else slot.plain_class
+            slot.parameter.__class__ = slot.plain_class
 
     def hide(self, group: ShardGroup) -> None:
         """Makes the parameters borrow their values, until `show`."""
-        for slot in group.slots:
-            slot.parameter.__class__ = self._class(slot.plain_class, rests=True)
+        self._put_class(group, rests=True)
 
-    def _class(self, plain: type[Parameter], *, rests: bool) -> type[Parameter]:
-        """Returns the class of a parameter that rests, or is watched, in place of the `plain` one."""
-        if (made := self._classes.get((plain, rests))) is None:
-            if not issubclass(plain, DTensor):
-                made = subclass_of(plain, RestingParameter if rests else WatchedParameter, lender=self.lender)
-            elif rests:
-                reading = METHODS_OF_DTENSOR | {"__repr__": DTensor.__repr__}
-                made = self._of_dtensor(plain, RestingParameter, _borrowing, reading)
-            else:
-                made = self._of_dtensor(plain, WatchedDTensor, _told, METHODS_OF_DTENSOR)
-            self._classes[plain, rests] = made
+    def _put_class(self, group: ShardGroup, *, rests: bool) -> None:
+        """Gives parameters the class of those that rest, or are watched. Done for each use of a unit."""
+        for slot in group.slots:
+            made = self._classes.get((slot.plain_class, rests))
+            slot.parameter.__class__ = self._make_class(slot.plain_class, rests=rests) if made is None else made
+
+    def _make_class(self, plain: type[Parameter], *, rests: bool) -> type[Parameter]:
+        if not issubclass(plain, DTensor):
+            made = subclass_of(plain, RestingParameter if rests else WatchedParameter, lender=self.lender)
+        elif rests:
+            reading = METHODS_OF_DTENSOR | {"__repr__": DTensor.__repr__}
+            made = self._of_dtensor(plain, RestingParameter, _borrowing, reading)
+        else:
+            made = self._of_dtensor(plain, WatchedDTensor, _told, METHODS_OF_DTENSOR)
+        self._classes[plain, rests] = made
         return made
 
     def _of_dtensor(

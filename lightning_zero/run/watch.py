@@ -70,9 +70,10 @@ class Watch:
 
     def keep_used(self, group: ShardGroup) -> None:
         """Keeps edits of a unit's values, at the end of its use."""
-        full = group.full_param
-        group.edits.keep(is_edited=full is not None and self.tells_edit(group, full))
-        self.forget(group)  # the next use may gather them into other memory
+        full, is_looked_at = group.full_param, group in self._fingerprints
+        group.edits.keep(is_edited=is_looked_at and full is not None and self.tells_edit(group, full))
+        if is_looked_at:
+            self.forget(group)  # the next use may gather them into other memory
 
     # -- boundaries
 
