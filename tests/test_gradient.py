@@ -203,12 +203,12 @@ def test_a_backward_reduces_what_others_have_added_to_an_average_on_each_rank(
     stage: int, all_parameters: bool, on: set[int]
 ) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        read: list[Tensor] = []  # views, through which nothing is edited
         loss_of(model, comm.rank, 0).backward()
         with engine.no_sync():
             for _ in range(2 if comm.rank in on else 0):
                 penalize(model, all_parameters=all_parameters)
-                views = [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
-        views = []  # noqa: F841 -- through which nothing was edited
+                read += [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
         model.norm.weight.sum().backward()  # leaves what was added to the others as it is
         found = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -222,16 +222,18 @@ def test_a_backward_reduces_what_others_have_added_to_an_average_on_each_rank(
 @pytest.mark.parametrize("ends", ["clipped", "averaged", "edited by a view", "replaced", "dropped"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_users_do_with_such_a_gradient_is_stepped(stage: int, ends: str) -> None:
+    is_averaged = ends in ("averaged", "clipped")
+
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
         for step in range(2):
             loss_of(model, comm.rank, step).backward()
             with engine.no_sync():
                 loss_of(model, comm.rank, step + 2).backward()
-            if ends == "averaged" or ends == "clipped":
+            if is_averaged:
                 average_by_hand(model, comm)
             if ends == "clipped":
                 engine.averages.clip_by_norm_(optimizer, 0.05)
-            for parameter in model.parameters() if ends not in ("averaged", "clipped") else ():
+            for parameter in () if is_averaged else model.parameters():
                 if parameter.grad is not None and ends == "edited by a view":
                     parameter.grad.view(-1).fill_(0.5)
                 elif parameter.grad is not None:

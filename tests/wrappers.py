@@ -125,8 +125,9 @@ class SAMInTwoCalls(SAMByNorm):
 
     @torch.no_grad()
     def first_step(self) -> None:
-        climbs = [self.climb(p) for group in self.param_groups for p in group["params"]]
-        for p, climb in zip((p for group in self.param_groups for p in group["params"]), climbs, strict=True):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        climbs = [self.climb(p) for p in parameters]  # by a norm of all, before any has moved
+        for p, climb in zip(parameters, climbs, strict=True):
             self.state[p]["before"] = p.data.clone()
             p.add_(climb, alpha=0.05)
         self.zero_grad()
