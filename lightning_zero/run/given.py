@@ -22,7 +22,7 @@ def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False)
     """
     if steps and reductions.are_accumulated:
         for slot in slots:
-            gradient_of(slot).take_beside(slot)
+            gradient_of(slot).beside.settle(slot)
     given = [*_given_in(reductions, slots, steps=steps)]
     if not given:
         return

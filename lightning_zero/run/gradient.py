@@ -122,7 +122,7 @@ class ShardedGradient(AveragedGradient):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]._again()
         if func is torch.ops.aten.add_.Tensor and backward_number() != -1:
-            args[0].slot.gradient.keep_added(args[0].slot, args[1])  # autograd accumulates
+            args[0].slot.gradient.beside.add(args[0].slot, args[1])  # autograd accumulates
             return args[0]
         is_edited = schema_of(func).is_mutable  # the version does not tell: it stays as it is below autograd
         return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)

@@ -155,8 +155,9 @@ class LastingLoans:
         """See `GradientLender`. What is only read is written, too, as not every edit can be told; but not what this
         rank alone has added to, which the next backward is to reduce."""
         shard = gradient_of(slot)
-        if is_edited or not shard.has_beside(slot):
-            shard.write(slot, gradient)
+        if is_edited or slot.index not in shard.beside.kept:
+            shard.beside.drop(slot.index)
+            shard.averaged.write(slot, gradient)
         if is_visible:
             self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
 

@@ -195,7 +195,7 @@ class Loans(Lender):
         # Until the step, one rank may read it alone.
         average: Tensor = self.runner.course.call(self._averages[slot])
         with no_interception(), torch.no_grad():
-            return gradient_of(slot).add_beside(slot, average)
+            return gradient_of(slot).beside.add_to(average, slot)
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
         with no_interception(), torch.no_grad():

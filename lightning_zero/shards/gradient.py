@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from lightning_zero.device import is_host
 from lightning_zero.shards.averaged import Averaged, AveragedGradient
+from lightning_zero.shards.beside import Beside
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Chunk, overlap
@@ -54,8 +55,7 @@ class GradientShard:
         self.used: set[int] = set()  # ... or have had one since the last reduction, on this rank
         self._buckets: list[Bucket] = []  # of the reductions under way
         self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group, by index
-        self._added: dict[int, Tensor] = {}  # gradients that autograd has added to an averaged one in this backward
-        self._beside: dict[int, Tensor] = {}  # ... in earlier ones, which were not reduced: see `add_beside`
+        self.beside = Beside(self.averaged)  # gradients that wait to be added to averages
         self._carries: set[int] = set()  # parameters whose next average is added to the one in owned_grad
         for slot in group.slots:
             slot.gradient = self
@@ -77,13 +77,10 @@ class GradientShard:
         """Forgets gradients that earlier backwards have only accumulated on this rank, and that users have dropped
         since, as `zero_grad` does."""
         grads = {index: self.group.slots[index].local.grad for index in self.used}
-        self._beside = {at: one for at, one in self._beside.items() if isinstance(grads[at], AveragedGradient)}
+        for index in self.beside.kept.keys() - {at for at, grad in grads.items() if isinstance(grad, AveragedGradient)}:
+            self.beside.drop(index)
         plain = [at for at, grad in grads.items() if grad is not None and not isinstance(grad, AveragedGradient)]
-        self.used = {*plain, *self._beside}  # what users have written into an average is there already
-
-    def keep_added(self, slot: Slot, grad: Tensor) -> None:
-        """Keeps a gradient that autograd adds to an averaged one in backward, until `collect` takes it."""
-        self._added[slot.index] = self._added[slot.index] + grad if slot.index in self._added else grad
+        self.used = {*plain, *self.beside.kept}  # what users have written into an average is there already
 
     @contextmanager
     def kept_apart(self, slot: Slot) -> Iterator[None]:
@@ -97,7 +94,7 @@ class GradientShard:
             local.grad = None
             yield
             if isinstance(local.grad, AveragedGradient):
-                self.keep_added(slot, fresh)
+                self.beside.add(slot, fresh)
             else:
                 local.grad = fresh
 
@@ -114,9 +111,7 @@ class GradientShard:
         if isinstance(grad, AveragedGradient):
             if not grad.is_of(slot):
                 grad.refuse_as_given()
-            grad = self._added.pop(index)
-            if index in self._beside:
-                grad = self._beside.pop(index) + grad
+            grad = self.beside.take(index)
         elif not again:
             averaged.editions[index] += 1
         if grad.is_sparse:
@@ -129,7 +124,7 @@ class GradientShard:
         if not self.travels:
             slot.local.grad = grad
         elif local and carried:
-            self._beside[index] = grad
+            self.beside.kept[index] = grad
         elif local or not averaged.is_sharded or averaged.full_grad is not None:  # after one that was not reduced, too
             self._accumulate_locally(slot, grad, carried)
         else:
@@ -165,30 +160,6 @@ class GradientShard:
         average = self.averaged.owned_grad.read(slot.piece.in_shard).clone()
         view.zero_()
         view.view(-1)[slot.piece.start : slot.piece.stop] = average * self.group.comm.size
-
-    # -- beside an average
-
-    def add_beside(self, slot: Slot, average: Tensor) -> Tensor:
-        """Adds to a whole average, in place, what backwards that were not reduced have added on this rank alone. Until
-        the next reduction or step it is kept beside the average, which may be another rank's to read."""
-        beside = self._beside.get(slot.index)
-        return average if beside is None else average.add_(beside)
-
-    def take_beside(self, slot: Slot) -> None:
-        """Adds the same to this rank's piece of the average, which is about to be stepped."""
-        beside = self._beside.pop(slot.index, None)
-        if beside is not None and isinstance(slot.local.grad, AveragedGradient):
-            with self.averaged.edit_piece(slot) as piece:
-                own = beside.reshape(-1)[slot.piece.start : slot.piece.stop]
-                piece.view(-1).add_(own.to(piece.device))
-
-    def has_beside(self, slot: Slot) -> bool:
-        return slot.index in self._beside
-
-    def write(self, slot: Slot, grad: Tensor) -> None:
-        """Puts a whole gradient in place of the average, and of what is beside it."""
-        self._beside.pop(slot.index, None)
-        self.averaged.write(slot, grad)
 
     # -- reduce
 
@@ -253,13 +224,13 @@ class GradientShard:
 
     def _collect_beside(self) -> None:
         """Collects what is beside averages that this backward has added nothing to."""
-        for index, grad in self._beside.items():
+        for index, grad in self.beside.kept.items():
             if self.averaged.is_sharded and self.averaged.full_grad is None:
                 self._carry(index, True)
                 self._held[index] = grad
             else:
                 self._accumulate_locally(self.group.slots[index], grad, True)
-        self._beside.clear()
+        self.beside.kept.clear()
 
     def _pack(self, chunk: Chunk, bucket: Bucket) -> Tensor:
         """Copies what this rank sends of a chunk into a bucket, ``(N, width)``. Between and after the gradients are
@@ -352,7 +323,7 @@ class GradientShard:
     def drop_accumulated(self, slot: Slot) -> None:
         """Drops what backwards have accumulated on this rank, as another gradient has taken its place: the next
         reduction is not to add it once more."""
-        self._beside.pop(slot.index, None)
+        self.beside.drop(slot.index)
         if self.averaged.is_sharded and self.averaged.full_grad is not None:
             self.used.discard(slot.index)
             slot.view(self.averaged.full_grad).fill_(nothing_of(slot))
@@ -362,8 +333,7 @@ class GradientShard:
         self.ready.clear()
         self.used.clear()
         self._held.clear()
-        self._added.clear()
-        self._beside.clear()
+        self.beside.clear()
 
     def free(self) -> None:
         """Frees gradients and buckets permanently, after training."""
