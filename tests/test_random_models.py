@@ -367,6 +367,19 @@ def cases(draw: Any) -> tuple[Plan, Spec]:
 )
 @given(cases())
 @example((Plan(stage=3, loss="in turn", evaluates=True), Spec(1, (Part("linear", used="ranks in turn"),))))
+@example(
+    (
+        Plan(
+            stage=2,
+            world=1,
+            accumulation="local",
+            earlier_micro_batches=("accumulate",),
+            clears_every=2,
+            on_disk=True,
+        ),
+        Spec(2, ()),
+    )
+)
 @example((Plan(autocast=True, evaluates=True), Spec(1, (Part("linear"), Part("borrowed", used="ranks in turn")))))
 @example((Plan(stage=1, bucket_bytes=64, autocast=True), Spec(1, (Part("layer norm", used="even ranks"),))))
 @example((Plan(stage=3, data_edit=("in place", 3)), Spec(3, (Part("linear", used="ranks in turn"),))))

@@ -29,6 +29,7 @@ from lightning_zero.run.plan import Residents
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Stage
 from lightning_zero.run.rendezvous import Rendezvous
+from lightning_zero.run.statement import Statement
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.options import Options
 from lightning_zero.wire.comm import Comm, Gather, RankTimeoutError
@@ -172,15 +173,16 @@ class FewReductions:
             self._replicas.all_reduce(torch.ones(1), f"sum {self._summed}")
             self._summed += 1
 
-    def statement(self) -> bytes:
-        return bytes([9 - self.count_complete(), self.has_gradients])  # over all ranks the largest counts
+    def statement(self) -> Statement:
+        late = bytes(at >= self.count_complete() for at in self.shards)
+        return Statement(self.has_gradients, bytes(len(Notice)), late, b"")
 
-    def count_complete_in(self, said: bytes) -> int:
-        return 9 - said[0]
+    def read(self, said: bytes) -> Statement:
+        return Statement.read(said, len(self.shards))
 
-    def hear(self, said: bytes, *, of_all: bool) -> bytes | None:
-        if said[1]:
-            return said
+    def hear(self, said: Statement, *, of_all: bool) -> bytes | None:
+        if said.has_gradients:
+            return said.used
         self._end()
         return None
 

@@ -16,6 +16,7 @@ from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.serving import Serving
+from lightning_zero.run.statement import Statement
 from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.comm import Comm, Gather
 
@@ -214,10 +215,10 @@ class Course:
         past.ended[len(past.uses)] = pattern
         past.note(END)
 
-    def count_complete(self, statement: bytes) -> int:
+    def count_complete(self, statement: Statement) -> int:
         """Notes how many gradient groups are complete on all ranks, and returns it. After a backward that is so since
         its end."""
-        past, complete = self._round.past, self._reductions.count_complete_in(statement)
+        past, complete = self._round.past, statement.complete
         is_over = self._reductions.stage is Stage.UNSETTLED and END in past.uses
         if self._units:  # elsewhere no plan starts reductions
             past.note_complete(past.last_end if is_over else len(past.uses), past.reduced + complete)

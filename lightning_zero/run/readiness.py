@@ -3,6 +3,7 @@
 from typing import final
 
 from lightning_zero.run.reductions import Reductions
+from lightning_zero.run.statement import Statement
 from lightning_zero.wire.comm import Comm, Gather
 
 
@@ -32,7 +33,7 @@ class Readiness:
         self.all_reduce, self.knew_all = True, False
         self.settles_alone = self._reductions.may_settle_alone and each
 
-    def settle_alone(self, statement: bytes | None) -> None:
+    def settle_alone(self, statement: Statement | None) -> None:
         """Settles gradients whose reductions all ranks have started; see `Reductions.settle_alone`."""
         self._reductions.settle_alone(statement)
         self.reset()

@@ -11,16 +11,15 @@ import torch
 
 from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
-from lightning_zero.run.notices import Notice, Notices
+from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.reduction_order import ReductionOrder
+from lightning_zero.run.statement import Statement
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
 from lightning_zero.shards.gradient import GradientShard, averaged_of, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.wire.comm import Comm
-
-_AFTER_NOTICES = 1 + len(Notice)  # where a statement goes on after its notices
 
 
 class Stage(Enum):
@@ -197,40 +196,34 @@ class Reductions:
 
     # -- what ranks agree on
 
-    def statement(self) -> bytes:
-        """Returns what this rank knows of the backward, one flag for each question. Ranks combine their statements by
-        the maximum: a flag is set if any rank has set it."""
+    def statement(self) -> Statement:
+        """Returns what this rank knows of the backward."""
         has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
         has_gradients |= self._alone is not None
         complete = self.count_complete()
         incomplete = bytes(at >= complete for at in range(len(self.shards)))
-        return bytes([has_gradients, *self.notices.flags()]) + incomplete + (self._alone or self._flags)
+        return Statement(has_gradients, bytes(self.notices.flags()), incomplete, self._alone or self._flags)
+
+    def read(self, said: bytes) -> Statement:
+        """Returns the statement that `said` holds, of this rank or of several."""
+        return Statement.read(said, len(self.shards))
 
     @property
     def _flags(self) -> bytes:
         return b"".join(bytes(map(shard.used.__contains__, range(len(shard.group.slots)))) for shard in self.shards)
 
-    def has_gradients_in(self, said: bytes) -> bool:
-        """Returns whether any rank has gradients to reduce, by the combined statements."""
-        return bool(said[0])
-
-    def count_complete_in(self, said: bytes) -> int:
-        """Returns how many groups are complete on all ranks, by their combined statements."""
-        first_incomplete = said[_AFTER_NOTICES:].find(1, 0, len(self.shards))
-        return len(self.shards) if first_incomplete < 0 else first_incomplete
-
-    def hear(self, said: bytes, *, of_all: bool = True) -> bytes | None:
+    def hear(self, said: Statement, *, of_all: bool = True) -> bytes | None:
         """Takes the combined statements of all ranks. Returns the flags of parameters with a gradient on any rank, for
         `settle`; None if no rank has gradients to reduce. May raise RuntimeError on every rank. If they are not
         `of_all` ranks, but of some with all batches, notices are left for later: all hear them at the same point."""
         if of_all:
-            self.notices.hear(said[1:_AFTER_NOTICES])
+            self.notices.hear(said.notices)
             if self.notices.are_apart:
                 self._refuse_uneven_batches()
             if self.notices.is_torn:
                 self.notices.refuse_torn_step(self._comm.all_gather_object(self.notices.left, "steps that were left"))
-        if self.has_gradients_in(said):
-            return self._used_in(said)
+        if said.has_gradients:
+            return said.used
         self._end_unsettled()
         self.started = 0  # a replica may have reduced with this one what both have dropped since, as a backward failed
         return None
@@ -257,10 +250,6 @@ class Reductions:
     def learn_order(self) -> None:
         """Takes over the order of rank 0's first backward. Collective, once."""
         self._order.learn()
-
-    def _used_in(self, said: bytes) -> bytes:
-        """Returns the flags of parameters that have a gradient on any rank, by the combined statements."""
-        return said[_AFTER_NOTICES + len(self.shards) :]
 
     def _slots_in(self, flags: bytes) -> list[list[Slot]]:
         """Returns the parameters with a flag, by group."""
@@ -294,10 +283,10 @@ class Reductions:
         """Whether there are groups of which no rank has had a gradient so far."""
         return any(shard.group.kind.is_idle for shard in self.shards)
 
-    def settle_alone(self, said: bytes | None) -> None:
+    def settle_alone(self, said: Statement | None) -> None:
         """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
         `said`, the combined statements, it takes which parameters have gradients; without it, all have."""
-        flags = bytes([1] * len(self._flags)) if said is None else self._used_in(said)
+        flags = bytes([1] * len(self._flags)) if said is None else said.used
         self.settle(flags)
         self._alone = flags
 

@@ -85,12 +85,12 @@ class Rendezvous:
             else:
                 heard = self._end_round(at)
                 early, steps, statement = heard.early, heard.steps, heard.statement
-            said = bytes([early, steps]) + statement  # so far, of the ranks in `comm`
+            said = bytes([early, steps]) + bytes(statement)  # so far, of the ranks in `comm`
             said = self._replicas.hear(said)
             is_of_all = bool(said[1]) or self._tensor.size == 1
             if self._tensor.size > 1 and is_of_all:
                 said = self._tensor.host.all_reduce_bytes(said, "settle")
-            if (flags := self._reductions.hear(said[2:], of_all=is_of_all)) is not None:
+            if (flags := self._reductions.hear(self._reductions.read(said[2:]), of_all=is_of_all)) is not None:
                 self._reductions.settle(flags)
                 self._reductions.learn_order()
             if self.course.forget_old_order():

@@ -13,6 +13,7 @@ from lightning_zero.run.plan_cache import Past
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
+from lightning_zero.run.statement import Statement
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.wire.comm import Comm, RankTimeoutError
 
@@ -48,7 +49,7 @@ class Heard(NamedTuple):
     steps: bool  # a rank has come to a step, and not only to the gradients of a micro-batch
     alike: bool  # all have gradients of the same parameters
     ended: bool  # a rank has come to the end of the round
-    statement: bytes  # see `Reductions.statement`
+    statement: Statement
 
 
 @final
@@ -168,7 +169,8 @@ class Serving:
         collects = self._readiness.settles_alone and not is_unsettled
         is_early, is_step = want is RoundEnd.EARLY, want is RoundEnd.STEP
         told = bytes([is_early, is_step, self._readiness.knew_all, collects])
-        parts = [bytes(wants), *_with_complement(same), *_with_complement(pattern), told, self._reductions.statement()]
+        own = bytes(self._reductions.statement())
+        parts = [bytes(wants), *_with_complement(same), *_with_complement(pattern), told, own]
         try:
             heard = self._comm.all_reduce_bytes(b"".join(parts), "rendezvous")
         except RankTimeoutError as error:
@@ -176,10 +178,11 @@ class Serving:
             raise
         self._readiness.end_mark()
         each = io.BytesIO(heard)
-        wanted, one, other, first, second, anybody, statement = (each.read(len(part)) for part in parts)
+        wanted, one, other, first, second, anybody, said = (each.read(len(part)) for part in parts)
+        statement = self._reductions.read(said)
         wants_of_any = [at for at, flag in enumerate(wanted[:end]) if flag]
         if wants_of_any and self._units:  # else the rest starts together, when gradients are settled
-            self._replicas.start(self._reductions.count_complete_in(statement))
+            self._replicas.start(statement.complete)
         agree, alike = one == _complement(other), first == _complement(second)
         early, steps, all_known, collects = (bool(flag) for flag in anybody)
         # A rank that reduces again, while this one has not settled the last backward, has settled it alone.

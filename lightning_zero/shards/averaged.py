@@ -55,6 +55,11 @@ class Averaged:
             self.make_room()
         self.editions = [0] * len(group.slots)  # how often another average has taken the place of each one
 
+    @property
+    def ranks(self) -> int:
+        """Of how many ranks it is the mean."""
+        return self._group.comm.size * self._group.setting.mesh.replicate.size
+
     # -- arrays
 
     def make_room(self) -> None:

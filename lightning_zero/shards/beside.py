@@ -26,6 +26,14 @@ class Beside:
         index = slot.index
         self._fresh[index] = self._fresh[index] + grad if index in self._fresh else grad
 
+    def keep(self, slot: Slot, grad: Tensor) -> None:
+        """Keeps what a backward that is not reduced has added to an average. One rank adds it at once, as one device
+        does: the sum of several would be rounded in another order."""
+        if self._averaged.ranks > 1:
+            self.kept[slot.index] = grad
+        else:
+            self._add_to_piece(slot, grad)
+
     def take(self, index: int) -> Tensor:
         """Returns, once, all that was added to an average: in this backward, and in earlier ones."""
         fresh = self._fresh.pop(index)
@@ -42,9 +50,12 @@ class Beside:
         longer."""
         kept = self.kept.pop(slot.index, None)
         if kept is not None and isinstance(slot.local.grad, AveragedGradient):
-            with self._averaged.edit_piece(slot) as piece:
-                own = kept.reshape(-1)[slot.piece.start : slot.piece.stop]
-                piece.view(-1).add_(own.to(piece.device))
+            self._add_to_piece(slot, kept)
+
+    def _add_to_piece(self, slot: Slot, grad: Tensor) -> None:
+        with self._averaged.edit_piece(slot) as piece:
+            own = grad.reshape(-1)[slot.piece.start : slot.piece.stop]
+            piece.view(-1).add_(own.to(piece.device))
 
     def drop(self, index: int) -> None:
         """Drops what is kept of one parameter, if anything is: another gradient has taken the average's place."""

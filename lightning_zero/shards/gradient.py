@@ -124,7 +124,7 @@ class GradientShard:
         if not self.travels:
             slot.local.grad = grad
         elif local and carried:
-            self.beside.kept[index] = grad
+            self.beside.keep(slot, grad)
         elif local or not averaged.is_sharded or averaged.full_grad is not None:  # after one that was not reduced, too
             self._accumulate_locally(slot, grad, carried)
         else:
@@ -269,7 +269,7 @@ class GradientShard:
         group, averaged = self.group, self.averaged
         if group.setting.mesh.replicate.size > 1:
             self._reduce_between_replicas(total, name)
-        contributions = group.comm.size * group.setting.mesh.replicate.size
+        contributions = averaged.ranks
         if not averaged.is_spread:
             assert averaged.full_grad is not None
             rows = group.matrix(averaged.full_grad, chunk.of)
