@@ -9,20 +9,19 @@ parameters, and the same `step` is called again for each other window.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
-import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
+from lightning_zero.shards.absent import AbsentState
 from lightning_zero.shards.counting import StepCounts
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
-from lightning_zero.shards.moment import Moment, catch_up_before_use, forget_to_catch_up, state_of, wrapped_in
-from lightning_zero.shards.probe import calls_closure_again, leaves_idle, steps_nothing
+from lightning_zero.shards.moment import Moment, catch_up_before_use, forget_to_catch_up, wrapped_in
+from lightning_zero.shards.probe import calls_closure_again, leaves_idle
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
@@ -70,7 +69,7 @@ class PieceStepper:
         self._tell = tell
         self._ahead: list[Window] = []  # not stepped yet
         self._written: Window | None = None  # stepped, and being written
-        self._absent: list[Slot] = []  # stepped by this step, on other ranks alone
+        self._absent = AbsentState(optimizer, self.known)
 
     def note_parameters(self) -> None:
         """Takes note of the parameters that the optimizer has now."""
@@ -142,7 +141,7 @@ class PieceStepper:
             catch_up_before_use(self.optimizer, self._catch_up)
         with no_interception():
             stepped = [slot for slot in slots if slot.parameter.grad is not None]
-        self._note_absent(stepped)
+        self._absent.note(stepped)
         first, others = self._divide(slots, stepped)
         if others and not any(window.staged for window in others) and self._calls_closure_again:
             # Around its closure such a step is left and entered again, so one window has all that it steps.
@@ -160,7 +159,7 @@ class PieceStepper:
         increment_version([slot.parameter for slot in stepped if not is_its_piece(slot)])
         if then is None:
             if not self.is_interrupted:
-                self._fill_absent()
+                self._absent.fill(self._slots)
             return
         if self.is_interrupted:
             self._tell(Changes(0, sum(is_part(slot) for window in others for slot in window.slots), in_state=False))
@@ -173,7 +172,7 @@ class PieceStepper:
                 step_late()
         if not self._ahead:
             self.finish()
-            self._fill_absent()
+            self._absent.fill(self._slots)
 
     @cached_property
     def _calls_closure_again(self) -> bool:
@@ -214,7 +213,7 @@ class PieceStepper:
         optimizer raises is put into `errors`, as ranks wait for each other until the backward has ended. From then on
         nothing is stepped in it."""
         self._refuse_groups_apart()
-        self._note_absent(slots)
+        self._absent.note(slots)
         then = Moment.of(self.optimizer, clones=True)
         for window in self._windows(slots, late=True):
             if errors:
@@ -222,7 +221,7 @@ class PieceStepper:
             else:
                 self._step_late(window, then, errors)
         self.finish()
-        self._fill_absent()
+        self._absent.fill(self._slots)
 
     def _step_late(self, window: Window, then: Moment, errors: list[BaseException], *, skips: bool = False) -> None:
         """Steps a window with the optimizer as it was at moment `then`, or `skips` that. `errors`: see `step`."""
@@ -243,7 +242,7 @@ class PieceStepper:
             self.finish()
             self._written = window
             if window.is_late and not self._ahead:
-                self._fill_absent()
+                self._absent.fill(self._slots)
 
     def _begin_next(self) -> None:
         """Starts to read one window ahead: the next one, if values are needed in the order of the model."""
@@ -360,34 +359,6 @@ class PieceStepper:
                 window.put_values()
                 window.staged.put_state(self._rest, self.known.is_cut)
             window.clear()
-
-    # -- state of what other ranks step
-
-    def _note_absent(self, stepped: Iterable[Slot]) -> None:
-        self._absent = [] if steps_nothing(self.optimizer) else [slot for slot in stepped if not slot.steps_any]
-
-    def _fill_absent(self) -> None:
-        """Gives each parameter that other ranks alone have stepped the state of one that this rank has stepped, of the
-        same group and if possible as many dimensions: the same keys and counts, with empty tensors. An optimizer that
-        `steps_nothing` has made it by itself."""
-        absent, self._absent = set(self._absent), []
-        optimizers = wrapped_in(self.optimizer)
-        for group in self.optimizer.param_groups if absent else ():
-            slots = [slot for parameter in group["params"] if (slot := self._slots.get(parameter)) is not None]
-            stepped = [s for s in slots if s.steps_any and any(state_of(one, s.parameter) for one in optimizers)]
-            alike = {len(slot.shape): slot for slot in reversed(stepped)}
-            for slot in slots if stepped else ():
-                like = alike.get(len(slot.shape), stepped[0])
-                for one in optimizers if slot in absent else ():
-                    state = {name: self._emptied(name, value) for name, value in state_of(one, like.parameter).items()}
-                    if state:
-                        dict.__setitem__(one.state, slot.parameter, state)
-
-    def _emptied(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        is_piece = value.dim() or self.known.is_cut(name)
-        return torch.empty(0, dtype=value.dtype, device=value.device) if is_piece else value.clone()
 
 
 def groups_of(slots: Iterable[Slot]) -> list[ShardGroup]:
