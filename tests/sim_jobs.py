@@ -432,10 +432,14 @@ def train(
     model: Any = copy.deepcopy(start)
     if options.get("tensor_parallel_size", 1) > 1:
         parallelize(model, device, comm.size, options["tensor_parallel_size"])
+    frozen = [*model.blocks[0].parameters(), *model.norm.parameters()] if event == "layers are thawed" else []
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     if kernel == "of one kind":
         made: torch.optim.Optimizer = OfOneKind(model.parameters(), device.type)
     else:
-        made = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        made = torch.optim.AdamW(trained, lr=1e-2, **{kernel: True})
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
     if "units" in options:
@@ -455,6 +459,10 @@ def train(
         elif step == 1 and event == "weights are edited through p.data":
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
+        elif step == 1 and event == "layers are thawed":
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            made.add_param_group({"params": frozen})
         elif step == 1 and event == "a step fails":
             _fail(engine, model, device)
         elif step == 1 and event == "a checkpoint is saved":

@@ -177,8 +177,11 @@ def test_a_swap_may_publish_late_as_a_step_may(stage: int) -> None:
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [*((stage, None) for stage in range(4)), (1, Offload("cpu")), (3, Offload("cpu", parameters="cpu"))],
+)
+def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int, offload: Offload | None) -> None:
     """With a decay of a half, which leaves torch's average of what is frozen as it is. Whoever goes on from it begins
     with all of it, also of what it thaws after reading."""
 
@@ -204,7 +207,8 @@ def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> Non
     start = tower()
     start[1].requires_grad_(False)
     expected = on_one_device(start, act, make)
-    for found in on_engine(start, act, stage, make):
+    options: dict[str, Any] = {"offload": offload, "machine": Machine(host_is_apart=True)}
+    for found in on_engine(start, act, stage, make, **options):
         assert_same_bits(found, expected)
 
     def go_on(model: Any, engine: Any, optimizer: Any, comm: Any) -> list[dict[str, Tensor]]:
@@ -221,7 +225,7 @@ def test_what_begins_to_train_later_is_averaged_from_there_on(stage: int) -> Non
         return found
 
     start[2].requires_grad_(False)
-    for before, after in on_engine(start, go_on, stage, make):
+    for before, after in on_engine(start, go_on, stage, make, **options):
         assert_same_bits(before, {name: expected[name] if name[0] != "2" else value for name, value in before.items()})
         began = {name: value for name, value in start.state_dict().items() if name[0] == "2"}  # with what it is
         assert_same_bits({name: after[name] for name in began}, began)

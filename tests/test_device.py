@@ -131,7 +131,9 @@ def test_blocks_that_are_divided_among_tensor_parallel_ranks_have_the_cpus_bits(
     assert_same(*train(sim_process, policy, ranks, tensor_parallel_size=2, **options))
 
 
-EVENTS = ["ranks use different modules", "a rank reads alone", "a step fails", "a checkpoint is saved"]
+EVENTS = [
+    "ranks use different modules", "a rank reads alone", "a step fails", "a checkpoint is saved", "layers are thawed",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,14 @@ def test_trainings_of_the_simulated_device_run_on_a_gpu(
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3 if precision == "32-true" else 5e-2)
 
 
-@pytest.mark.parametrize("event", ["a step fails", "a checkpoint is saved"])
-def test_what_happens_in_the_middle_of_a_training_happens_on_a_gpu(event: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("event", "tier"),
+    [("a step fails", "device"), ("a checkpoint is saved", "device"), ("layers are thawed", "host, and parameters")],
+)
+def test_what_happens_in_the_middle_of_a_training_happens_on_a_gpu(event: str, tier: str, tmp_path: Path) -> None:
+    setting: dict[str, Any] = {"stage": 3, "event": event, "offload": test_device.offload_of(tier, 3, tmp_path)}
     (found,), (expected,) = (
-        sim_jobs.train_on_ranks(device, 1, sim_jobs.tower(), stage=3, event=event, path=tmp_path / device.type)
+        sim_jobs.train_on_ranks(device, 1, sim_jobs.tower(), **setting, path=tmp_path / device.type)
         for device in (GPU, CPU)
     )
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)

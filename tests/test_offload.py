@@ -91,6 +91,25 @@ def counting(model: nn.Module) -> tuple[Optimizer, None]:
     return Counting(model.parameters(), lr=0.05, momentum=0.9, fused=True), None
 
 
+def head_first(model: nn.Module) -> tuple[Optimizer, None]:
+    """All but the last block and the norm is frozen, and unknown to the optimizer."""
+    model.requires_grad_(False)
+    trained = [*model.blocks[1].parameters(), *model.norm.parameters()]  # type: ignore[index, operator, union-attr]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return torch.optim.AdamW(trained, lr=1e-2, fused=True), None
+
+
+def thaw(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Half of what is frozen trains from the second step on, and the rest from the third."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    newly = {1: frozen[::2], 2: frozen}.get(step, [])
+    for parameter in newly:
+        parameter.requires_grad_(True)
+    if newly:
+        optimizer.add_param_group({"params": newly, "lr": 5e-3})
+
+
 def look(optimizer: Optimizer, model: nn.Module, seen: list[dict[str, Any]]) -> None:
     """What a curious callback does: weights, gradients and state."""
     seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -109,6 +128,7 @@ def train(
     steps: int = 3,
     looks: bool = False,
     zeroes: bool = False,
+    thaws: bool = False,
     **options: Any,
 ) -> tuple[Run, list[dict[str, Any]]]:
     model, run, seen = clone(assorted()), Run(), []
@@ -117,6 +137,8 @@ def train(
     engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
     dtype = options.get("autocast_dtype")
     for step in range(steps):
+        if thaws:
+            thaw(model, optimizer, step)
         for micro in range(accumulate):
             reduces = micro == accumulate - 1
             with engine.forward(reduces=reduces), torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -180,6 +202,21 @@ def test_offload_changes_no_bit(world: int, stage: int, way: str, tmp_path: Path
         offload = at(tiers, tmp_path)
         if offload.parameters is None or stage == 3:
             found, _ = on_ranks(world, stage, offload=offload, **WAYS[way])
+            assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("way", ["clipped", "autocast", "two bytes"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_begins_to_train_later_is_offloaded_without_changing_a_bit(
+    world: int, stage: int, way: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"make": head_first, "thaws": True, "steps": 4, **WAYS[way]}
+    expected, _ = on_ranks(world, stage, **options)
+    for tiers in TIERS:
+        offload = at(tiers, tmp_path)
+        if offload.parameters is None or stage == 3:
+            found, _ = on_ranks(world, stage, offload=offload, **options)
             assert_same_run(found, expected)
 
 
@@ -522,11 +559,14 @@ def test_edits_of_parameters_persist_wherever_they_rest(
 
 
 class Steps:
-    """A tower of three, and which of its layers the optimizer has stepped."""
+    """A tower of three, and which of its layers the optimizer has stepped. The first ones may be `frozen`."""
 
-    def __init__(self, stage: int, offload: Offload, comm: Comm | None = None, machine: Machine = APART) -> None:
+    def __init__(
+        self, stage: int, offload: Offload, comm: Comm | None = None, machine: Machine = APART, *, frozen: int = 0
+    ) -> None:
         self.model = nn.Sequential(*[nn.ModuleList([nn.Linear(8, 8)])[0] for _ in range(3)])
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model[:frozen].requires_grad_(False)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
         options = Options(offload=offload, machine=machine)
         self.engine = Engine(self.model, [self.optimizer], stage=stage, comm=comm or LocalComm(), options=options)
 
@@ -729,6 +769,28 @@ def test_r24_the_state_is_where_it_was_asked_to_be_and_nowhere_else(stage: int, 
     assert masters[Tier.DISK] >= 4 * numel
     gradients = tiers_of(Category.GRADIENT, Offload(optimizer="nvme", path=tmp_path))
     assert gradients[Tier.DEVICE] == gradients[Tier.HOST] == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_begins_to_train_later_rests_where_it_was_asked_to_be(stage: int, tmp_path: Path) -> None:
+    """Nothing is left on the device, whether it had been in a group before, as at stage 3, or not."""
+    numel, parameters = 3 * (8 * 8 + 8), "cpu" if stage == 3 else None
+    for offload, tier in (
+        (Offload("cpu", parameters=parameters), Tier.HOST),
+        (Offload("nvme", parameters=parameters, path=tmp_path), Tier.DISK),
+    ):
+        run = Steps(stage, offload, frozen=2)
+        run.step()
+        run.model.requires_grad_(True)
+        run.optimizer.add_param_group({"params": run.model[:2].parameters()})
+        run.step()
+        run.engine.catch_up()
+        live = run.engine.ledger.live_in
+        for category in (Category.OPTIMIZER_STATE, Category.MASTER, Category.GRADIENT):
+            assert live[category, Tier.DEVICE] == 0, category
+        assert live[Category.OPTIMIZER_STATE, tier] >= 8 * numel
+        assert live[Category.GRADIENT, tier] >= 4 * numel
+        run.engine.close()
 
 
 @pytest.mark.parametrize("machine", [APART, Machine()], ids=["host", "device"])

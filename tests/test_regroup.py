@@ -38,11 +38,12 @@ def test_what_begins_to_train_equals_ddp(name: str, two_ranks: RankPool) -> None
         ({}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
         ({}, {"precision": "bf16-mixed"}),
         ({"offload": {"optimizer": "cpu"}}, {}),
+        ({"offload": {"optimizer": "cpu", "parameters": "cpu"}}, {}),
     ],
 )
 def test_what_begins_to_train_equals_ddp_with_other_options(options: dict, settings: dict, two_ranks: RankPool) -> None:
     expected = two_ranks.once(regroup_jobs.fit, "ddp", "FineTuned", **settings)[0]
-    for stage in STAGES:
+    for stage in STAGES if "parameters" not in options.get("offload", {}) else [3]:
         found = two_ranks.run(regroup_jobs.fit, {"stage": stage, **options}, "FineTuned", **settings)[0]
         assert found["losses"] == expected["losses"], stage
         assert differing(found["weights"], expected["weights"]) == [], stage
@@ -126,11 +127,12 @@ def test_what_was_frozen_at_set_up_waits_for_buckets_as_soon_as_it_trains() -> N
 def test_a_run_goes_on_in_mid_freeze_with_groups_that_were_added(two_ranks: RankPool, tmp_path: Path) -> None:
     expected = two_ranks.run(regroup_jobs.resume, "ddp", tmp_path)[0]
     assert len(expected["groups"]) == 3
-    for stage in STAGES:
-        found = two_ranks.run(regroup_jobs.resume, {"stage": stage}, tmp_path / str(stage))[0]
-        assert found["losses"] == expected["losses"], stage
+    on_disk = {"optimizer": "nvme", "parameters": "nvme", "path": str(tmp_path)}
+    for number, strategy in enumerate([*({"stage": stage} for stage in STAGES), {"stage": 3, "offload": on_disk}]):
+        found = two_ranks.run(regroup_jobs.resume, strategy, tmp_path / str(number))[0]
+        assert found["losses"] == expected["losses"], strategy
         assert found["groups"] == expected["groups"]
-        assert differing(found["weights"], expected["weights"]) == [], stage
+        assert differing(found["weights"], expected["weights"]) == [], strategy
 
 
 def test_the_state_of_a_group_that_was_given_later_is_saved_after_fit(two_ranks: RankPool, tmp_path: Path) -> None:

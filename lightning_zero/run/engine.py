@@ -183,9 +183,6 @@ class Engine:
         given to an optimizer, or made. Those that were made take rank 0's values; all others keep every bit.
 
         Collective if there are any. `forward` calls it; call it also before the optimizers' states are loaded.
-
-        Raises:
-            RuntimeError: if there are any, and parameters are offloaded.
         """
         if newly := self.regrouping.newly_trainable():
             self.catch_up()

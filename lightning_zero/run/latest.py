@@ -47,14 +47,16 @@ class Latest:
 
     def _enroll(self, groups: Iterable[ShardGroup]) -> None:
         for group in groups:
-            if group.is_cut and (group.places.optimizer != group.places.gathered or not group.is_plain):
+            may_wait = group.places.optimizer != group.places.gathered or not group.is_plain
+            if group.is_cut and may_wait and group not in self._publishing:
                 serve = partial(self._serve_publishing, group)
                 self._publishing[group] = self._rendezvous.serving.enroll(f"publish {group.name}", serve)
 
-    def add(self, groups: Iterable[ShardGroup]) -> None:
-        """Adds new groups, whose parameters are shown plain."""
+    def add(self, groups: Iterable[ShardGroup], trained: Iterable[ShardGroup]) -> None:
+        """Adds new groups, whose parameters are shown plain. Those that have begun to train (`trained`) are postponed
+        from now on where they are offloaded."""
         self.groups.extend(groups)
-        self._enroll(groups)
+        self._enroll(trained)
         for group in groups:
             self._interception.show(group)
 

@@ -66,9 +66,9 @@ class Loans(Lender):
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.runner.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
 
-    def add(self, groups: Sequence[ShardGroup], trained: Iterable[ShardGroup]) -> None:
+    def add(self, groups: Sequence[ShardGroup], trained: Sequence[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
-        self.latest.add(groups)
+        self.latest.add(groups, trained)
         self._enroll_gradients(trained)
         self.lasting.watch.add(groups)
 

@@ -18,7 +18,6 @@ from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.whole import Imbalance, deal
-from lightning_zero.wording import few_of
 
 
 @final
@@ -43,20 +42,10 @@ class Regrouping:
         self._known = {id(p): p for p in self.module.parameters()}  # kept alive, so that ids stay theirs
 
     def newly_trainable(self) -> dict[str, Parameter]:
-        """Returns, by name, parameters that train and have not been taken in.
-
-        Raises:
-            RuntimeError: if there are any, and parameters are offloaded.
-        """
+        """Returns, by name, parameters that train and have not been taken in."""
         if not self.steppers or are_all_in(self.module, self._trained):
             return {}
-        newly = newly_trainable(self.module, self.steppers, self._trained)
-        if newly and self.options.offload is not None and self.options.offload.parameters is not None:
-            raise RuntimeError(
-                f"{few_of(newly)} began to train after set-up, and parameters are offloaded: not yet. "
-                "Give them to the optimizer in configure_optimizers() already, frozen until they are to train."
-            )
-        return newly
+        return newly_trainable(self.module, self.steppers, self._trained)
 
     def take_in(self, newly: Mapping[str, Parameter]) -> None:
         """Puts `newly_trainable` parameters into groups that train. Collective, between a step and the next forward.

@@ -232,11 +232,14 @@ class Addition(NamedTuple):
 
 def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Setting, options: Options) -> Addition:
     """Takes in parameters that begin to train. If a group holds one already, the whole group trains from now on. Others
-    form groups of their own, which stay full at every stage. Gradients travel in those of `pools` that fit."""
+    form groups of their own, which stay full at every stage. Gradients travel in those of `pools` that fit. Of what is
+    taken in, as much is offloaded as of what trained at set-up."""
+    trainable = set(map(id, newly.values()))
+    offloaded = choose_offloaded(options.offload, newly, trainable)
     trains_now = list(dict.fromkeys(slot.group for p in newly.values() if (slot := slot_of(p)) is not None))
     for group in trains_now:
-        group.begin_training()
+        group.begin_training(is_offloaded=any(id(slot.parameter) in offloaded for slot in group.slots))
     others = {name: parameter for name, parameter in newly.items() if slot_of(parameter) is None}
-    kinds = units.split_by_kind(others, set(map(id, others.values())), {}, set(), as_declared=True)
+    kinds = units.split_by_kind(others, trainable, {}, offloaded, as_declared=True)
     groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
     return Addition(groups, *_make_gradients([*trains_now, *groups], setting, options, pools))

@@ -89,10 +89,7 @@ class ShardGroup:
         self.name = name  # the same on all ranks: collectives are matched by it
         self.kind = kind
         self.setting = setting
-        self.places = setting.places
-        if not kind.is_offloaded:
-            here = setting.places.gathered
-            self.places = replace(setting.places, gradient=here, optimizer=here, state_dtype=None)
+        self.places = setting.places if kind.is_offloaded else setting.places.without_offload
         self.comm = setting.mesh.shard
         self.stays_full = stays_full  # full_param always exists; otherwise a unit gathers it for each use
         self.is_cut = setting.partition.optimizer and self.comm.size > 1  # ranks step parts of parameters
@@ -127,9 +124,14 @@ class ShardGroup:
         start, numel = self.comm.rank * self.layout.shard_numel, self.layout.shard_numel
         return slice(start, start + numel) if self.is_cut else slice(0, self.layout.numel)
 
-    def begin_training(self) -> None:
-        """Notes that optimizers step the values from now on, where they already rest."""
-        self.kind = replace(self.kind, trainable=True)
+    def begin_training(self, *, is_offloaded: bool) -> None:
+        """Notes that optimizers step the values from now on, and takes masters to where that is done."""
+        self.kind = replace(self.kind, trainable=True, is_offloaded=is_offloaded)
+        self.places = self.setting.places if is_offloaded else self.setting.places.without_offload
+        frozen, place = self.master, self.places.optimizer
+        if frozen.place != place:
+            self.master = self._make_array(Category.MASTER, self.kind.declared, place)
+            self._move(slice(0, frozen.numel), frozen, self.master)
 
     def begin_having_gradients(self) -> None:
         """Notes that parameters, which were idle, have gradients from now on, on any rank."""
@@ -181,10 +183,14 @@ class ShardGroup:
             return
         pieces = [slot.piece.in_shard for slot in (self.slots if slots is None else slots) if slot.piece.numel]
         stepped = slice(min((p.start for p in pieces), default=0), max((p.stop for p in pieces), default=0))
-        for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [stepped]:
-            part = overlap(stepped, each)
-            if part.start < part.stop:
-                move(part, self.master, self.owned_param)
+        self._move(stepped, self.master, self.owned_param)
+
+    def _move(self, part: slice, source: Array, target: Array) -> None:
+        """Copies a part of what this rank owns from one array to the other, slice by slice."""
+        for each in [found.in_shard for found in self.layout.slices] if self.is_cut else [part]:
+            both = overlap(part, each)
+            if both.start < both.stop:
+                move(both, source, target)
 
     def free(self) -> None:
         """Frees all values permanently. The layout stays: optimizer state is still cut by it."""

@@ -1,6 +1,6 @@
 """`Setting`: what all groups of an engine share; `Kind` and `Places`: what parameters of one group share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,11 @@ class Places:
     gradient: Place  # averaged gradients
     optimizer: Place  # masters and optimizer state
     state_dtype: torch.dtype | None = None  # in which optimizer state rests; None: the one it is stepped in
+
+    @property
+    def without_offload(self) -> "Places":
+        """Where what is frozen rests, and what a fraction leaves: of these, only parameters are offloaded."""
+        return replace(self, gradient=self.gathered, optimizer=self.gathered, state_dtype=None)
 
     @property
     def steps_apart(self) -> bool:
