@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from jobs import CLASSES, FEATURES, loader, state_of, trainer
@@ -128,6 +129,25 @@ class InTwoGroups(Kind):
     def configure_optimizers(self) -> Any:
         groups = [{"params": [self.first.weight]}, {"params": [self.first.weight, self.last.weight]}]
         return torch.optim.Adam(groups, lr=1e-2)
+
+
+class AveragesItself(Kind):
+    """Its optimizer averages what DDP has averaged, as one does that was written for a loop without DDP."""
+
+    def configure_optimizers(self) -> Any:
+        return Averaging(self.parameters(), lr=1e-2)
+
+
+class Averaging(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        super().step()
+        return loss
 
 
 # -- what looks like it

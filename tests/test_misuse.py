@@ -27,6 +27,7 @@ MISUSES = {
     "Foreign": r"Parameter 'quantised' is a Quantised, .* and trains.*Freeze it",
     "ForeignThawed": r"Parameter 'adapted.base.weight' is a Quantised, .* trains since set-up.*Keep it frozen",
     "TiedByData": r"Parameters 'first.weight' and 'more.weight' are two that share their memory.*Make them one",
+    "AveragesItself": r"Averaging asks the other ranks in its step, .* leave both out of it .*, or use stage=0",
     "InTwoGroups": "some parameters appear in more than one parameter group",  # torch's own
 }
 
@@ -56,6 +57,13 @@ def test_what_only_looks_like_misuse_trains_as_under_ddp(name: str, two_ranks: R
         for mine, theirs in zip(two_ranks.run(misuse_jobs.fit, {"stage": stage}, name), expected, strict=True):
             assert mine["losses"] == theirs["losses"]
             assert differing(mine["weights"], theirs["weights"]) == []
+
+
+def test_an_optimizer_that_averages_gradients_itself_trains_at_stage_0_as_under_ddp(two_ranks: RankPool) -> None:
+    expected = two_ranks.run(misuse_jobs.fit, DDP, "AveragesItself")
+    for mine, theirs in zip(two_ranks.run(misuse_jobs.fit, {"stage": 0}, "AveragesItself"), expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert differing(mine["weights"], theirs["weights"]) == []
 
 
 DIFFERING = {

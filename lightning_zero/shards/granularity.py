@@ -13,6 +13,7 @@ from lightning_zero.shards.probe import (
     BY_ALL,
     BY_BLOCK,
     BY_CHANCE,
+    BY_RANKS,
     BY_TENSOR,
     NESTED,
     NOTHING,
@@ -43,6 +44,13 @@ def choose_stepped(
             whole.append(optimizer)
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
             blocked.append(optimizer)
+        if reason == BY_RANKS and asked != "element":
+            raise ValueError(
+                f"{kind} {BY_RANKS}, which step other parts of the parameters here, or other ones: it would mix them. "
+                "Gradients are averaged before the step, and its work is divided among the ranks, so leave both out "
+                "of it (torch.optim.Muon needs neither), or use stage=0; or, if what it asks is none of that, "
+                "granularity='element'."
+            )
         if reason == BY_CHANCE:
             _warn_or_refuse_chance(kind, asked)
         elif reason == NESTED and asked in ("element", "block"):

@@ -40,7 +40,16 @@ from torch.optim import (
 
 from lightning_zero.device import HOST, is_host
 from lightning_zero.shards.moment import wrapped_in
-from lightning_zero.shards.trial import Groups, Trial, holders, restoring_random_state, trial_of, trying, unhooked
+from lightning_zero.shards.trial import (
+    CommunicatesError,
+    Groups,
+    Trial,
+    holders,
+    restoring_random_state,
+    trial_of,
+    trying,
+    unhooked,
+)
 from lightning_zero.tiers.alignment import round_up
 
 # Torch's element-wise optimizers, without their subclasses; and how many tensors of a parameter's shape each keeps for
@@ -70,6 +79,7 @@ BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
 NOTHING = "changed nothing when it was tried on small tensors"
 BY_CHANCE = "draws random numbers"
+BY_RANKS = "asks the other ranks in its step"
 NESTED = "keeps tensors in lists or dictionaries of its state"
 
 
@@ -96,6 +106,8 @@ def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str 
         try:
             with trying(optimizer), torch.inference_mode(False), torch.no_grad():
                 return _what_it_looks_at(optimizer, bench)
+        except CommunicatesError:
+            return BY_RANKS
         except Exception as error:  # an optimizer may ask for anything
             told = f"could not be tried on small tensors ({type(error).__name__}: {error})"
     return told

@@ -17,23 +17,38 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
+from lightning_zero.torch_private import COLLECTIVES, TorchDispatchMode
 
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
 _ONE_AT_A_TIME = Lock()
 
 
+class CommunicatesError(RuntimeError):
+    """A step has come to a collective."""
+
+
+class _Alone(TorchDispatchMode):
+    """Raises at collectives: one rank may try what others do not, and they would wait for each other."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", COLLECTIVES):
+            raise CommunicatesError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def trying(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, steps of copies of an optimizer leave training's random numbers and what its class records alone, and
-    compile nothing: what torchao's optimizers compile for each small shape took a minute and a half. Random state and
-    compiler stance are those of the process, so ranks that are threads take turns: a stance that one of them restored
-    while another one tries would stay."""
+    """Inside, steps of copies of an optimizer leave training's random numbers and what its class records alone, come to
+    no other rank, and compile nothing: what torchao's optimizers compile for each small shape took a minute and a half.
+    Random state and compiler stance are those of the process, so ranks that are threads take turns: a stance that one
+    of them restored while another one tries would stay."""
     with (
         _ONE_AT_A_TIME,
         unseen(map(type, wrapped_in(optimizer))),
         restoring_random_state(),
         torch.compiler.set_stance("force_eager"),
+        _Alone(),
     ):
         yield
 
