@@ -8,7 +8,9 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -145,10 +147,55 @@ class Assigned(Classifier):
         self.net[1].bias.data = self.net[1].bias.data + 0.01
 
 
+# The collectives that take a weight which rests in shards as it is, and not its `data`.
+TAKING_ALL = {
+    dist.all_reduce,
+    *([dist.broadcast] if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else []),
+}
+
+
+class Synchronised(Classifier):
+    """Averages gradients and weights by hand, and sends those of the first rank, though all ranks have them."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters() if batch_idx == 1 else ():
+            parameter.data.mul_(1 + self.global_rank)  # what follows makes it the same again
+            dist.broadcast(parameter if dist.broadcast in TAKING_ALL else parameter.data, 0)
+        with torch.no_grad():
+            for parameter in self.parameters() if batch_idx == 2 else ():
+                dist.all_reduce(parameter)
+                parameter.div_(2)
+
+    def on_after_backward(self) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for work, gradient in zip(works, gradients, strict=True):
+            work.wait()
+            gradient.div_(2)
+        for gradient in gradients:
+            dist.broadcast(gradient, 0)
+            dist.all_reduce(gradient)
+            gradient /= 2
+
+
+class SentPastAll(Classifier):
+    """Sends a weight itself, which a rank may not have, in a way that nothing intercepts."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.broadcast(self.net[4].weight, 0).wait()
+
+
 MODULES = {
     module.__name__: module
-    for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Factored, Edited, Assigned)
+    for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Factored, Edited, Assigned, Synchronised)
 }
+
+
+def send_past_all(strategy: Any) -> str:
+    with pytest.raises(RuntimeError) as told:
+        trainer(strategy, 2).fit(SentPastAll(), loader(samples=32))
+    return str(told.value)
 
 
 def fit_module(strategy: Any, name: str, **kwargs: Any) -> dict[str, Any]:

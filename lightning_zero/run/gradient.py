@@ -14,6 +14,7 @@ from lightning_zero.shards.averaged import AveragedGradient
 from lightning_zero.shards.slot import Slot
 from lightning_zero.torch_private import backward_number, make_wrapper, schema_of
 from lightning_zero.views.intercept import Lent, call
+from lightning_zero.wire import editing
 
 T = TypeVar("T")
 OPERATOR = type(torch.ops.aten.detach.default)
@@ -124,7 +125,7 @@ class ShardedGradient(AveragedGradient):
         if func is torch.ops.aten.add_.Tensor and backward_number() != -1:
             args[0].slot.gradient.beside.add(args[0].slot, args[1])  # autograd accumulates
             return args[0]
-        is_edited = schema_of(func).is_mutable  # the version does not tell: it stays as it is below autograd
+        is_edited = schema_of(func).is_mutable or func in editing.OPERATORS  # the version stays as it is below autograd
         return call(func, args, kwargs, lambda value: value.borrow(is_edited) if isinstance(value, cls) else None)
 
     def borrow(self, is_edited: bool = False) -> Lent:

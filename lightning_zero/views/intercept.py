@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -29,6 +30,7 @@ from lightning_zero.torch_private import (
     tree_iter,
     tree_map,
 )
+from lightning_zero.wire import editing
 
 # A tensor answers these without its values.
 _ATTRIBUTES = """
@@ -71,6 +73,7 @@ METHODS_OF_DTENSOR: dict[str, Callable[..., Any]] = {  # which are functions of 
 }
 # Through what these return, values are edited without raising their version.
 UNWATCHED = {
+    *editing.INTERCEPTED,  # which return what has yet to arrive
     *(Tensor.data.__get__, Tensor.detach, torch.detach, Tensor.numpy),  # type: ignore[attr-defined]
     *METHODS_OF_DTENSOR.values(),
 }
@@ -117,7 +120,7 @@ class Lent:
     def is_visible_in(self, result: Any) -> bool:
         """Whether `result` holds a view of the values."""
         return any(
-            isinstance(item, numpy.ndarray) or (isinstance(item, Tensor) and self._shares_memory_with(item))
+            isinstance(item, numpy.ndarray | dist.Work) or (isinstance(item, Tensor) and self._shares_memory_with(item))
             for item in tree_iter(result)
         )
 
@@ -162,7 +165,8 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         if loan is None:
             return value
         lent[id(value)] = loan
-        loan.is_unversioned, loan.is_unwatched = func in UNVERSIONED or id(value) in listed, func in UNWATCHED
+        loan.is_unversioned = func in UNVERSIONED or func in editing.INTERCEPTED or id(value) in listed
+        loan.is_unwatched = func in UNWATCHED
         return loan.values
 
     result = None
