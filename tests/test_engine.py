@@ -275,7 +275,7 @@ def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
         engine = Engine(mine, [optimizer], stage=3, comm=comm)
         mine(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        return engine.states.full_model(copy=True)["table"]
+        return engine.states.full_model()["table"]
 
     assert torch.equal(ThreadWorld(2).run(step)[0], torch.arange(5))
 

@@ -133,7 +133,7 @@ def test_masters_of_two_byte_weights_take_all_bits(stage: int, file: Path, sourc
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=torch.bfloat16))
         load_pretrained(model, file, comm=comm, engine=engine)
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
 
     for found in on_ranks(2, rank_main):
         assert differing(found, source.state_dict()) == []
@@ -150,7 +150,7 @@ def test_values_are_cast_to_the_dtype_that_the_model_has(stored: torch.dtype, ow
             with torch.device("meta"):
                 model = Assorted().to(own)
             load_pretrained(model, tmp_path, comm=comm, construction=construction)
-        return Engine(model, [], stage=3, comm=comm).states.full_model(copy=True)
+        return Engine(model, [], stage=3, comm=comm).states.full_model()
 
     for found in on_ranks(2, rank_main):
         found.pop("head.weight")
@@ -203,7 +203,7 @@ def test_what_transformers_save_is_what_it_was(stage: int, layout: str, tmp_path
                 model = transformers.GPT2LMHeadModel(GPT2)
             path = tmp_path / "model.safetensors" if layout == "one file" else tmp_path
             load_pretrained(model, path, comm=comm, construction=construction)
-        return Engine(model, [], stage=stage, comm=comm).states.full_model(copy=True)
+        return Engine(model, [], stage=stage, comm=comm).states.full_model()
 
     for found in on_ranks(2, rank_main):
         assert_same_bits(found, expected)
