@@ -162,7 +162,6 @@ class Average:
 
     def spread(self) -> dict[str, Any]:
         """Returns `module.state_dict()` with the average's values, for all ranks to write together."""
-        self._engine.loans.latest.catch_up_all()
         return self._engine.states.spread_model(of=self._values())
 
     def _values(self) -> ModelValues:

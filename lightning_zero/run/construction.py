@@ -29,7 +29,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.device import point_at
@@ -362,6 +361,5 @@ def _early(parameter: Tensor) -> EarlyParameter:
 def _is_built(parameter: Parameter) -> bool:
     """Whether the parameter is of an ordinary kind, and has values. A DTensor on a mesh of one rank has a tensor inside
     of it, which the engine takes over."""
-    if is_lazy(parameter) or isinstance(parameter, DTensor):
-        return False
-    return is_plain(parameter) and not parameter.is_meta and parameter.numel() > 0
+    is_ordinary = is_plain(parameter) and not isinstance(parameter, DTensor)
+    return is_ordinary and not parameter.is_meta and parameter.numel() > 0
