@@ -20,6 +20,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import parametrizations
 
 import kind_jobs
@@ -700,6 +702,20 @@ def hold_on_one_rank(what: str) -> str:
             assert layer.weight.norm() > 0
 
     return _timed(build)[0]
+
+
+def with_dtensors_of_one_rank() -> dict[str, Any]:
+    """As `parallelize_module` makes them of a mesh without tensor-parallel ranks."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        torch.manual_seed(0)
+        model = Layers()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "tensor"))["tensor"]
+        expected = model.first.weight.detach().clone()
+        model.first.weight = nn.Parameter(distribute_tensor(expected, mesh, [Shard(0)]))
+        nn.init.normal_(model.last.weight)
+    made = type(model.first.weight) is DTensor
+    whole = Engine(model, [], stage=3, comm=comm()).states.full_model()["first.weight"]
+    return {"is as made": made, "same": whole.equal(expected)}
 
 
 def class_of_what_is_held() -> list[str]:

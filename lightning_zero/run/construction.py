@@ -203,8 +203,6 @@ class Construction(Keeper):
         early = _early(parameter)
         if isinstance(values, ConstructedParameter):
             self._bring(values)
-        if values is parameter:
-            return
         with no_interception():
             point_at(parameter, values)
         early.row, early.may_differ = None, True
@@ -221,10 +219,9 @@ class Construction(Keeper):
         early.may_differ = True
 
     def alias(self, parameter: Parameter) -> Parameter:
-        early = self._bring(parameter)
+        self._bring(parameter)
         with no_interception():
             made = Parameter(parameter.data, requires_grad=False)
-        made.__class__ = early.plain_class
         self.watch(made, "alias")
         return made
 
