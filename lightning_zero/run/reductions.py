@@ -210,10 +210,6 @@ class Reductions:
     def _flags(self) -> bytes:
         return b"".join(bytes(map(shard.used.__contains__, range(len(shard.group.slots)))) for shard in self.shards)
 
-    def has_gradients_in(self, said: bytes) -> bool:
-        """Returns whether any rank has gradients to reduce, by the combined statements."""
-        return bool(said[0])
-
     def count_complete_in(self, said: bytes) -> int:
         """Returns how many groups are complete on all ranks, by their combined statements."""
         first_incomplete = said[_AFTER_NOTICES:].find(1, 0, len(self.shards))
@@ -229,7 +225,7 @@ class Reductions:
                 self._refuse_uneven_batches()
             if self.notices.is_torn:
                 self.notices.refuse_torn_step(self._comm.all_gather_object(self.notices.left, "steps that were left"))
-        if self.has_gradients_in(said):
+        if said[0]:  # any rank has gradients to reduce
             return self._used_in(said)
         self._end_unsettled()
         self.started = 0  # a replica may have reduced with this one what both have dropped since, as a backward failed
@@ -245,9 +241,7 @@ class Reductions:
                 if self.steps is None:
                     self.start_all(having)
                     for pool in self.pools:
-                        with pool.draining() as finishes:
-                            for finish in finishes:
-                                finish()
+                        pool.drain()
                     self._show_averages(having)
                 else:
                     self._step_averages(self.steps, having)
