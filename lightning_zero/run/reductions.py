@@ -140,8 +140,6 @@ class Reductions:
 
     def start(self, number: int) -> None:
         """Starts the first `number` reductions of the agreed order, except those that have started."""
-        if number <= self.started:
-            return
         with no_interception(), torch.no_grad():
             for shard in self.due(number):
                 shard.begin_reduce()
