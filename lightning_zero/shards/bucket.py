@@ -1,8 +1,8 @@
 """`BucketPool`: buckets, the constant-size memory that gradients travel in (CB, ZeRO section 6.2)."""
 
 from collections import deque
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
@@ -28,13 +28,13 @@ class Bucket:
         self.holder: object = None  # whose reduction that is, or was
         self.before_wait: Callable[[], None] | None = None  # called before a reduction is waited for, if set
 
-    def end(self) -> None:
-        """Waits for the reduction in this bucket, and stores its result. Does nothing if there is none."""
+    def take_finish(self) -> Callable[[], None]:
+        """Returns what waits for the reduction in this bucket and stores its result, to be called at once; what does
+        nothing if there is none."""
         if self.finish is not None and self.before_wait is not None:
             self.before_wait()
         finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
+        return finish or _nothing_to_finish
 
 
 @final
@@ -87,7 +87,8 @@ class BucketPool:
     def take(self) -> Bucket:
         """Returns the oldest bucket, drained. Call it inside `beside`."""
         self._buckets.rotate(-1)
-        self._buckets[-1].end()
+        finish = self._buckets[-1].take_finish()
+        finish()
         return self._buckets[-1]
 
     def keep(self, packed: list[Tensor]) -> None:
@@ -101,15 +102,22 @@ class BucketPool:
             if event is not None and self._aside is not None:
                 wait_for(event, self._aside.device)  # over long ago
 
-    def drain(self, some: Collection[Bucket] | None = None) -> None:
-        """Waits for reductions under way and stores their results, oldest first: of all, or of those in `some` buckets
-        and those before them, as replicas wait for each other in each. After it, compute finds what was stored."""
+    @contextmanager
+    def draining(self, some: Collection[Bucket] | None = None) -> Iterator[Iterator[Callable[[], None]]]:
+        """Gives what waits for each reduction under way and stores its result, to be called at once, oldest first: all,
+        or those in `some` buckets and those before them, as replicas wait for each other in each. After it, compute
+        finds what was stored."""
         wanted = self._buckets if some is None else some
         last = max((at for at, bucket in enumerate(self._buckets) if bucket in wanted), default=-1)
         with self.beside():
-            for bucket in [*self._buckets][: last + 1]:
-                bucket.end()
+            yield (bucket.take_finish() for bucket in [*self._buckets][: last + 1])
         self.join()
+
+    def drain(self, some: Collection[Bucket] | None = None) -> None:
+        """Waits for reductions under way and stores their results; see `draining`."""
+        with self.draining(some) as finishes:
+            for finish in finishes:
+                finish()
 
     def join(self) -> None:
         """Lets the current stream wait for all that was stored inside `beside`."""
@@ -117,3 +125,7 @@ class BucketPool:
             assert self._clock is not None
             self._clock.time(self._aside.join)
         self._packed.clear()
+
+
+def _nothing_to_finish() -> None:
+    pass
