@@ -314,6 +314,20 @@ def test_one_rank_may_read_a_weight_alone_before_all_edit_it_or_another_one(
                     assert differing(found, expected) == []
 
 
+def test_ranks_that_edit_a_weight_itself_wait_for_one_that_edits_a_view_of_it() -> None:
+    """Its edit is noticed at the next boundary, and theirs are by then: none runs ahead with its older values."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        weight = model[2][0].weight
+        with torch.no_grad():
+            _scaled(weight.detach() if comm is not None and comm.rank == 0 else weight)
+        with nullcontext() if engine is None else engine.forward():
+            found = model(x()).detach()
+        return {"output": found, **state_of(model, engine)}
+
+    assert_as_on_one_device(tower(), act, 3, unit_classes=("Linear",), prefetch=0)
+
+
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize(("dtype", "stages"), [(None, [3]), (torch.bfloat16, [1, 2, 3])], ids=["fp32", "bf16"])
 def test_one_rank_may_run_a_forward_alone_between_an_edit_by_all_and_the_step(
