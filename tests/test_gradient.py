@@ -219,6 +219,19 @@ def test_a_backward_reduces_what_others_have_added_to_an_average_on_each_rank(
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_measuring_gradients_leaves_what_the_next_backward_is_to_reduce(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        with engine.no_sync():
+            loss_of(model, comm.rank, 1).backward()
+        engine.averages.norms()
+        loss_of(model, comm.rank, 2).backward()
+        assert_grads(model, average(0, 1, 2))
+
+    on_two_ranks(stage, act)
+
+
 @pytest.mark.parametrize("ends", ["clipped", "averaged", "edited by a view", "replaced", "dropped"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_users_do_with_such_a_gradient_is_stepped(stage: int, ends: str) -> None:
