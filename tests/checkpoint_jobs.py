@@ -71,7 +71,7 @@ class Everything(L.LightningModule):
         engine = getattr(strategy, "engine", None)
         if engine is not None:
             self.started = {
-                "state_dict": {name: value.clone() for name, value in engine.states.full_model(copy=True).items()},
+                "state_dict": {name: value.clone() for name, value in engine.states.full_model().items()},
                 "optimizer": [engine.states.full_optimizer(optimizer) for optimizer in strategy.optimizers],
             }
 

@@ -20,6 +20,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import parametrizations
 
 import kind_jobs
@@ -583,7 +585,7 @@ def read_between() -> dict[str, Any]:
     for edited, rank in ((model, comm().rank), (expected, 0)):  # of edits that differ rank 0's count
         edited.layers[1].weight.data = torch.full((11, 11), 1.0 + rank).triu().t()
     engine = Engine(model, [], stage=3, comm=comm())
-    state = engine.states.full_model(copy=True)
+    state = engine.states.full_model()
     engine.close()
     return {
         "norms": norms == expected_norms,
@@ -700,6 +702,20 @@ def hold_on_one_rank(what: str) -> str:
             assert layer.weight.norm() > 0
 
     return _timed(build)[0]
+
+
+def with_dtensors_of_one_rank() -> dict[str, Any]:
+    """As `parallelize_module` makes them of a mesh without tensor-parallel ranks."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        torch.manual_seed(0)
+        model = Layers()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "tensor"))["tensor"]
+        expected = model.first.weight.detach().clone()
+        model.first.weight = nn.Parameter(distribute_tensor(expected, mesh, [Shard(0)]))
+        nn.init.normal_(model.last.weight)
+    made = type(model.first.weight) is DTensor
+    whole = Engine(model, [], stage=3, comm=comm()).states.full_model()["first.weight"]
+    return {"is as made": made, "same": whole.equal(expected)}
 
 
 def class_of_what_is_held() -> list[str]:

@@ -171,7 +171,7 @@ def states_of(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, Any]
     """All that a checkpoint must hold, whole and in storage of its own. A collective."""
     engine.loans.settle()
     return {
-        "state_dict": {name: value.clone() for name, value in engine.states.full_model(copy=True).items()},
+        "state_dict": {name: value.clone() for name, value in engine.states.full_model().items()},
         "optimizer_states": copy.deepcopy([engine.states.full_optimizer(optimizer) for optimizer in optimizers]),
     }
 

@@ -41,6 +41,7 @@ def _check_units(program: Program) -> None:
         for op in program.at(at):
             if op.kind is Kind.UNSHARD:
                 assert op.target not in here, f"{op}: it is there"
+                assert op.by == program.uses.index(Use(Cause.UNIT, op.target), at), f"{op}: another use waits for it"
                 here[op.target] = op.by
             elif op.kind is Kind.RESHARD:
                 del here[op.target]

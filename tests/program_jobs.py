@@ -174,6 +174,7 @@ def train(
     stage: int,
     micros: int = 1,
     clips: bool = False,
+    clips_after: int = 0,
     scales: bool = False,
     at_once: bool = False,
     world: int = 2,
@@ -197,6 +198,8 @@ def train(
                     loss = model(batch).square().mean()
                 with engine.backward():
                     (scaler.scale(loss) if scales else loss).backward()
+            if micro + 1 == clips_after:
+                engine.averages.clip_by_norm_(optimizer, 1.0)
         if scales:
             engine.averages.unscale_(scaler, optimizer)
             scaler.update()

@@ -271,6 +271,18 @@ def test_offloaded_it_rests_with_the_state_and_is_updated_with_the_step(
         assert nbytes > 0
 
 
+def test_it_begins_with_what_a_postponed_step_makes() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        model(x()).square().mean().backward()
+        optimizer.step()
+        assert engine is None or any(group.has_postponed for group in engine.groups)
+        return Averaged(model, engine).state()
+
+    expected = on_one_device(net(), act, adam)
+    for found in on_engine(net(), act, 2, adam, offload=Offload("cpu"), machine=Machine(host_is_apart=True)):
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("asks", ["whole", "spread", "pieces"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_who_asks_for_it_while_a_step_is_postponed_gets_it_as_updated(world: int, asks: str) -> None:
@@ -297,6 +309,20 @@ def test_who_asks_for_it_while_a_step_is_postponed_gets_it_as_updated(world: int
         assert_same_bits(found, expected)
 
 
+def test_whole_tensors_that_are_stepped_late_are_averaged_once_they_are_back_whoever_looks_at_their_state() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        averaged = Averaged(model, engine)
+        train(model, engine, optimizer, averaged, steps=3)
+        assert engine is None or any(group.needs_all for group in engine.groups)
+        assert all(optimizer.state[parameter] for parameter in model[0].parameters())  # takes the steps, on this rank
+        return averaged.state()
+
+    expected = on_one_device(net(), act, adam)
+    options = {"offload": Offload(optimizer="cpu"), "machine": Machine(host_is_apart=True), "granularity": "tensor"}
+    for found in on_engine(net(), act, 2, adam, **options):
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_rests_in_two_bytes_is_averaged_as_it_is_stepped(stage: int) -> None:
     """The oracle is torch's average of the masters."""
@@ -317,6 +343,26 @@ def test_what_rests_in_two_bytes_is_averaged_as_it_is_stepped(stage: int) -> Non
         return ours.full(), theirs.module.state_dict()
 
     for found, expected in on_engine(tower(), act, stage, adam, param_dtype=torch.bfloat16):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_average_of_weights_of_two_bytes_has_four(stage: int) -> None:
+    """In two it would stand still, as torch's does."""
+    rule = get_ema_avg_fn(0.999)
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        ours, expected = Average(engine, rule), dict[str, Tensor]()
+        for updates in range(STEPS):
+            model(x().bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ours.update_parameters()
+            for name, value in state_of(model, engine).items():
+                expected[name] = rule(expected[name], value, updates) if updates else value.float()
+        return ours.full(), expected
+
+    for found, expected in on_engine(tower().bfloat16(), act, stage, adam):
         assert_same_bits(found, expected)
 
 

@@ -120,6 +120,10 @@ def test_at_the_end_a_parameter_is_plain_if_somebody_holds_its_values(two_ranks:
         assert rests != held
 
 
+def test_a_dtensor_on_a_mesh_of_one_rank_stays_one_until_the_engine_takes_over(two_ranks: RankPool) -> None:
+    assert two_ranks.run(jobs.with_dtensors_of_one_rank) == [{"is as made": True, "same": True}] * 2
+
+
 @pytest.mark.parametrize("what", ["module", "view"])
 def test_a_rank_may_hold_and_use_what_the_others_have_dropped(what: str, two_ranks: RankPool) -> None:
     assert two_ranks.run(jobs.hold_on_one_rank, what) == ["", ""]

@@ -220,6 +220,32 @@ def test_graphs_keep_the_weights_that_an_edit_replaced_and_what_is_recomputed_se
     assert_as_on_one_device(start, act, stage, unit_classes=("Linear",), autocast_dtype=dtype)
 
 
+class Borrows(nn.Linear):
+    """A layer that also uses the weight of another one."""
+
+    lender: list[nn.Linear]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(hidden), self.lender[0].weight)
+
+
+def test_a_replaced_weight_of_another_unit_is_what_a_recomputed_layer_has_used() -> None:
+    def make() -> nn.Module:
+        model = Middle(recomputes=True)
+        model.middle = Borrows(WIDTH, WIDTH)
+        return model
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        model.middle.lender = [model.last]
+        with nullcontext() if engine is None else engine.forward():
+            loss = model(x())
+        _replaced(model.last.weight)
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if name.startswith("first")}
+
+    assert_as_on_one_device(seeded(make), act, 3, unit_classes=("Linear",))
+
+
 # -- ranks that have read or used different things come to an edit at different times
 
 
@@ -286,6 +312,20 @@ def test_one_rank_may_read_a_weight_alone_before_all_edit_it_or_another_one(
             for when in ("before", "between"):
                 for found in on_engine(tower(), act_with(edit, order, when), 3, autocast_dtype=dtype):
                     assert differing(found, expected) == []
+
+
+def test_ranks_that_edit_a_weight_itself_wait_for_one_that_edits_a_view_of_it() -> None:
+    """Its edit is noticed at the next boundary, and theirs are by then: none runs ahead with its older values."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        weight = model[2][0].weight
+        with torch.no_grad():
+            _scaled(weight.detach() if comm is not None and comm.rank == 0 else weight)
+        with nullcontext() if engine is None else engine.forward():
+            found = model(x()).detach()
+        return {"output": found, **state_of(model, engine)}
+
+    assert_as_on_one_device(tower(), act, 3, unit_classes=("Linear",), prefetch=0)
 
 
 @pytest.mark.parametrize("edit", EDITS)

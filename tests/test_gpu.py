@@ -380,7 +380,7 @@ def test_a_model_built_in_shards_rests_where_its_parameters_do(offload: Offload 
         assert {row.device.type for row in rows if row is not None} == {"cpu" if offload else "cuda"}
         assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         engine = Engine(model, [], stage=3, comm=comm, device=device, options=options)
-        return {name: value.cpu() for name, value in engine.states.full_model(copy=True).items()}
+        return {name: value.cpu() for name, value in engine.states.full_model().items()}
 
     for found in ThreadWorld(2).run(rank_main):
         assert all(found[name].equal(value) for name, value in layers().state_dict().items())
@@ -415,7 +415,7 @@ def test_weights_of_a_file_go_to_the_device(stage: int, world: int, tmp_path: Pa
         assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
         engine = Engine(model, [], stage=stage, comm=comm, device=device)
         load_pretrained(model, tmp_path, comm=comm, engine=engine)
-        return {name: value.cpu() for name, value in engine.states.full_model(copy=True).items()}
+        return {name: value.cpu() for name, value in engine.states.full_model().items()}
 
     for found in [rank_main(LocalComm())] if world == 1 else ThreadWorld(world).run(rank_main):
         assert all(found[name].equal(value) for name, value in state.items())

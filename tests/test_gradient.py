@@ -103,9 +103,9 @@ def test_writing_a_grad_in_place_reaches_the_step(stage: int) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         assert_grads(model, average(0), 0.5)
-        before = engine.states.full_model(copy=True)["blocks.0.up.weight"]
+        before = engine.states.full_model()["blocks.0.up.weight"]
         optimizer.step()
-        after = engine.states.full_model(copy=True)["blocks.0.up.weight"]
+        after = engine.states.full_model()["blocks.0.up.weight"]
         expected = before - 0.05 * 0.5 * average(0)["blocks.0.up.weight"]
         torch.testing.assert_close(after, expected, rtol=1e-6, atol=1e-7)
         return after
@@ -189,7 +189,7 @@ def test_a_backward_that_is_not_reduced_adds_to_the_average_before_it(
                         assert torch.equal(engine.averages.full(parameter), found[f"{name}.grad {step}"])
             optimizer.step()
         check_program(engine)
-        return found | engine.states.full_model(copy=True)
+        return found | engine.states.full_model()
 
     found, of_stage_0 = on_two_ranks(stage, act, offload=offload, merges_units=False), on_two_ranks(0, act)
     for mine, expected in zip(found, of_stage_0, strict=True):
@@ -213,10 +213,23 @@ def test_a_backward_reduces_what_others_have_added_to_an_average_on_each_rank(
         found = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         check_program(engine)
-        return found | engine.states.full_model(copy=True)
+        return found | engine.states.full_model()
 
     for mine, expected in zip(on_two_ranks(stage, act, merges_units=False), on_two_ranks(0, act), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_measuring_gradients_leaves_what_the_next_backward_is_to_reduce(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        with engine.no_sync():
+            loss_of(model, comm.rank, 1).backward()
+        engine.averages.norms()
+        loss_of(model, comm.rank, 2).backward()
+        assert_grads(model, average(0, 1, 2))
+
+    on_two_ranks(stage, act)
 
 
 @pytest.mark.parametrize("ends", ["clipped", "averaged", "edited by a view", "replaced", "dropped"])
@@ -241,7 +254,7 @@ def test_what_users_do_with_such_a_gradient_is_stepped(stage: int, ends: str) ->
             optimizer.step()
             optimizer.zero_grad()
         check_program(engine)
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
 
     for mine, expected in zip(on_two_ranks(stage, act), on_two_ranks(0, act), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
@@ -325,7 +338,7 @@ def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: i
                     found[f"{name}.grad after {number}"] = parameter.grad.clone()
         optimizer.step()
         check_program(engine)
-        return found | engine.states.full_model(copy=True)
+        return found | engine.states.full_model()
 
     for mine, expected in zip(on_two_ranks(stage, act, merges_units=False), on_two_ranks(0, act), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
@@ -353,7 +366,7 @@ def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
         model.norm.weight.sum().backward()  # adds to these averages, and to no others that were there before
         check_program(engine)
         optimizer.step()
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
 
     expected = on_two_ranks(stage, partial(act, by_hand=False))
     for found in on_two_ranks(stage, partial(act, by_hand=True)):
@@ -374,7 +387,7 @@ def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: in
             scaler.step(optimizer)
             scaler.update()
         check_program(engine)
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
 
     expected = on_two_ranks(stage, partial(act, by_hand=False))
     for found in on_two_ranks(stage, partial(act, by_hand=True)):
@@ -462,10 +475,10 @@ def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_other(stage: in
             )
         optimizer.zero_grad()
         loss_of(model, comm.rank, 0).backward()
-        before = engine.states.full_model(copy=True)["unused.bias"]
+        before = engine.states.full_model()["unused.bias"]
         optimizer.step()
         assert model.unused.bias.grad is None
-        assert torch.equal(engine.states.full_model(copy=True)["unused.bias"], before)  # no step, no decay
+        assert torch.equal(engine.states.full_model()["unused.bias"], before)  # no step, no decay
 
     on_two_ranks(stage, act)
 

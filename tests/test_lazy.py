@@ -157,6 +157,21 @@ def test_an_edited_tensor_is_no_longer_read_from_where_it_was(source: Counted) -
     assert torch.equal(materialize(lazy), torch.full((3, 4), 2.0))
 
 
+def test_edits_through_several_views_that_are_held_are_all_kept(source: Counted) -> None:
+    lazy = LazyTensor(source)
+    first, last = lazy[0], lazy[2]
+    first.zero_()
+    last.fill_(3)
+    assert materialize(lazy)[:, 0].tolist() == [0, 1, 3]
+    assert source.reads == 1
+
+
+def test_a_copy_has_a_tensor_that_stands_in_two_places_once(source: Counted) -> None:
+    lazy = LazyTensor(source)
+    copied = copy.deepcopy({"encoder": lazy, "decoder": lazy})
+    assert copied["encoder"] is copied["decoder"]
+
+
 def test_an_edit_of_what_one_rank_writes_is_none_of_what_it_has() -> None:
     """Of its random state, say: a hook may edit the checkpoint that it is given, and training goes on."""
     own = torch.ones(3)

@@ -633,7 +633,7 @@ def test_at_stage_2_a_layer_waits_for_its_own_weights_alone() -> None:
     [
         lambda run: run.optimizer.state_dict(),
         lambda run: list(run.optimizer.state.values()),
-        lambda run: run.engine.states.full_model(copy=True),
+        lambda run: run.engine.states.full_model(),
         lambda run: run.engine.averages.clip_by_norm_(run.optimizer, 1.0),
         lambda run: run.step(),
     ],

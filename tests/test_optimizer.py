@@ -71,7 +71,7 @@ def foreach(model: Any) -> tuple[Optimizer, None]:
 def test_elementwise_optimizers_step_pieces_as_they_step_the_whole(stage: int, make: Any) -> None:
     start = assorted()
     expected = ddp(start, make, world=2, steps=3).weights
-    found = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, make)[1].states.full_model(copy=True))[0]
+    found = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, make)[1].states.full_model())[0]
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
@@ -251,8 +251,8 @@ def test_a_closure_runs_on_whole_parameters(stage: int) -> None:
             return loss
 
         optimizer.step(closure)
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
 
-    plain = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, adamw, steps=1)[1].states.full_model(copy=True))
+    plain = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, adamw, steps=1)[1].states.full_model())
     closed = ThreadWorld(2).run(step_with_closure)
     assert all(torch.equal(closed[0][name], value) for name, value in plain[0].items())

@@ -32,7 +32,7 @@ def on_two_ranks(stage: int, dtype: torch.dtype | None, act: Callable[..., Any],
             loss.backward()
             optimizer.step()
         plain = clone(start)
-        plain.load_state_dict(engine.states.full_model(copy=True))
+        plain.load_state_dict(engine.states.full_model())
         return act(model, plain, comm, engine, optimizer)
 
     return ThreadWorld(2).run(rank_main)
@@ -77,7 +77,7 @@ def test_edits_in_place_persist(stage: int, dtype: torch.dtype | None) -> None:
                 nn.init.constant_(each.blocks[1]["down"].bias, 0.3)
                 each.embedding.weight.data.clamp_(-0.5, 0.5)
         engine.loans.settle()
-        for name, value in engine.states.full_model(copy=True).items():
+        for name, value in engine.states.full_model().items():
             assert torch.equal(value, plain.state_dict()[name]), name
 
     on_two_ranks(stage, dtype, edit)
@@ -91,7 +91,7 @@ def test_edits_of_a_frozen_weight_through_its_array_persist(stage: int, dtype: t
             array[1] = 3
         assert torch.equal(model.frozen.weight + 0, plain.frozen.weight)
         engine.loans.settle()
-        assert torch.equal(engine.states.full_model(copy=True)["frozen.weight"], plain.frozen.weight)
+        assert torch.equal(engine.states.full_model()["frozen.weight"], plain.frozen.weight)
 
     on_two_ranks(stage, dtype, edit)
 
@@ -107,7 +107,7 @@ def test_an_edit_of_many_returns_what_it_was_given(stage: int, dtype: torch.dtyp
                 found is many and all(one is other for one, other in zip(found, many, strict=True))
             )
         engine.loans.settle()
-        for name, value in engine.states.full_model(copy=True).items():
+        for name, value in engine.states.full_model().items():
             assert torch.equal(value, plain.state_dict()[name]), name
 
     on_two_ranks(stage, dtype, edit)
@@ -123,7 +123,7 @@ def test_what_a_call_has_edited_before_it_raised_is_kept(stage: int, dtype: torc
             with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
                 torch._foreach_copy_([each.norm.weight, each.norm.bias], values)
         engine.loans.settle()
-        assert torch.equal(engine.states.full_model(copy=True)["norm.weight"], torch.full((10,), 5.0))
+        assert torch.equal(engine.states.full_model()["norm.weight"], torch.full((10,), 5.0))
         assert dict(engine.ledger.live) == before
 
     on_two_ranks(stage, dtype, edit)
@@ -203,11 +203,11 @@ def test_two_byte_weights_do_rest_in_two_bytes() -> None:
 
 def test_full_parameters_lends_all_at_once_and_keeps_edits_only_when_asked() -> None:
     def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
-        before = engine.states.full_model(copy=True)["norm.weight"]
+        before = engine.states.full_model()["norm.weight"]
         for write, expected in ((False, before), (True, before + 1)):
             with engine.full_parameters(write=write), torch.no_grad():
                 model.norm.weight.add_(1)
-            assert torch.equal(engine.states.full_model(copy=True)["norm.weight"], expected)
+            assert torch.equal(engine.states.full_model()["norm.weight"], expected)
 
     on_two_ranks(3, None, edit)
 

@@ -20,6 +20,7 @@ from compare import assert_same_bits, differing
 from construction_jobs import Wide
 from lightning_zero import export_safetensors
 from lightning_zero.checkpoint import CheckpointError
+from lightning_zero.run import pretrained
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.pretrained import PretrainedTensor, load_pretrained
@@ -133,7 +134,7 @@ def test_masters_of_two_byte_weights_take_all_bits(stage: int, file: Path, sourc
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=torch.bfloat16))
         load_pretrained(model, file, comm=comm, engine=engine)
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
 
     for found in on_ranks(2, rank_main):
         assert differing(found, source.state_dict()) == []
@@ -150,7 +151,7 @@ def test_values_are_cast_to_the_dtype_that_the_model_has(stored: torch.dtype, ow
             with torch.device("meta"):
                 model = Assorted().to(own)
             load_pretrained(model, tmp_path, comm=comm, construction=construction)
-        return Engine(model, [], stage=3, comm=comm).states.full_model(copy=True)
+        return Engine(model, [], stage=3, comm=comm).states.full_model()
 
     for found in on_ranks(2, rank_main):
         found.pop("head.weight")
@@ -203,7 +204,7 @@ def test_what_transformers_save_is_what_it_was(stage: int, layout: str, tmp_path
                 model = transformers.GPT2LMHeadModel(GPT2)
             path = tmp_path / "model.safetensors" if layout == "one file" else tmp_path
             load_pretrained(model, path, comm=comm, construction=construction)
-        return Engine(model, [], stage=stage, comm=comm).states.full_model(copy=True)
+        return Engine(model, [], stage=stage, comm=comm).states.full_model()
 
     for found in on_ranks(2, rank_main):
         assert_same_bits(found, expected)
@@ -387,10 +388,9 @@ def test_damaged_files_are_named(file: Path, tmp_path: Path) -> None:
     whole, path = file.read_bytes(), tmp_path / "model.safetensors"
     path.write_bytes(whole[:-4])
     assert f"{path} is damaged, or was not written to its end" in refusal(path)
-    path.write_bytes(whole[:100])
-    assert f"{path} is not a safetensors file" in refusal(path)
-    path.write_bytes(b"")
-    assert f"{path} is not a safetensors file" in refusal(path)
+    for part in (whole[:100], b""):
+        path.write_bytes(part)
+        assert f"{path} is not a safetensors file, or was not written to its end" in refusal(path)
     length = int.from_bytes(whole[:8], "little")
     for entry, told in (
         ({"dtype": "F4"}, "is not a safetensors file: KeyError: 'F4'"),
@@ -401,6 +401,16 @@ def test_damaged_files_are_named(file: Path, tmp_path: Path) -> None:
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
         assert f"{path} {told}" in refusal(path)
+
+
+def test_a_header_that_is_longer_than_the_format_allows_is_not_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    monkeypatch.setattr(pretrained, "LONGEST_HEADER", length)
+    load_pretrained(kinds(0), file, comm=LocalComm())
+    monkeypatch.setattr(pretrained, "LONGEST_HEADER", length - 1)
+    assert f"{file} is not a safetensors file" in refusal(file)
 
 
 def test_an_index_that_promises_more_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped, and stepped at once": {"clips": True, "at_once": True},
     "three micro-batches": {"micros": 3},
     "three micro-batches, all buckets at once": {"micros": 3, "bucket_bytes": 2**20},
+    "clipped after two of four micro-batches": {"micros": 4, "clips_after": 2},
     "three micro-batches on the rank": {"micros": 3, "accumulation": "local"},
     "no overlap": {"overlap": False},
     "no prefetch": {"prefetch": 0},

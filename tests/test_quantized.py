@@ -79,7 +79,7 @@ def plain(state: Any) -> Any:
 
 def states_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     engine.loans.settle()
-    return plain({"model": engine.states.full_model(copy=True), "optimizer": engine.states.full_optimizer(optimizer)})
+    return plain({"model": engine.states.full_model(), "optimizer": engine.states.full_optimizer(optimizer)})
 
 
 def trained(name: str, place: Place, path: Path) -> tuple[dict[str, Any], list[int]]:

@@ -84,7 +84,7 @@ def test_sparse_adam_trains_as_under_ddp(stage: int, ranks: int, options: dict[s
             for optimizer in made:
                 optimizer.step()
                 optimizer.zero_grad()
-        weights = engine.states.full_model(copy=True)
+        weights = engine.states.full_model()
         states = [engine.states.full_optimizer(optimizer)["state"] for optimizer in made]
         engine.close()
         return weights, states

@@ -242,7 +242,7 @@ def test_a_late_step_of_whole_tensors_finds_ranks_that_go_different_ways(stage: 
                 hidden.square().sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-        found = {**engine.states.full_model(copy=True), **flat(engine.states.full_optimizer(optimizer))}
+        found = {**engine.states.full_model(), **flat(engine.states.full_optimizer(optimizer))}
         engine.close()
         return found
 
@@ -265,7 +265,7 @@ def test_an_average_takes_in_a_late_step_of_whole_tensors() -> None:
             average.update_parameters()
             assert len(optimizer.state) == 8
         average.swap()
-        found = engine.states.full_model(copy=True)
+        found = engine.states.full_model()
         engine.close()
         return found
 

@@ -72,7 +72,7 @@ def state_of(model: nn.Module, engine: Engine | None) -> dict[str, Tensor]:
     """Whole weights."""
     if engine is not None and not engine.closed:
         engine.loans.settle()
-        return engine.states.full_model(copy=True)
+        return engine.states.full_model()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 

@@ -365,7 +365,7 @@ class ShardedStrategy:
         engine.loans.settle()
         engine.runner.course.drop()
         if self.saves_single_file():
-            return engine.states.full_model(copy=True)
+            return engine.states.full_model()
         return engine.states.spread_model(key=key)
 
     def _optimizer_to_save(self, engine: Engine, optimizer: Optimizer, key: str | None = None) -> dict[str, Any]:

@@ -158,11 +158,10 @@ class Average:
         """Returns `module.state_dict()` with the average's values, on the host of every rank. Collective."""
         values = self._values()
         copies = {key: value.clone() for key, value in values.buffers.items()}
-        return self._engine.states.full_model(copy=True, of=values._replace(buffers=copies))
+        return self._engine.states.full_model(of=values._replace(buffers=copies))
 
     def spread(self) -> dict[str, Any]:
         """Returns `module.state_dict()` with the average's values, for all ranks to write together."""
-        self._engine.loans.latest.catch_up_all()
         return self._engine.states.spread_model(of=self._values())
 
     def _values(self) -> ModelValues:

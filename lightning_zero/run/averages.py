@@ -109,7 +109,7 @@ class Averages:
 
     def _accumulated(self, parameters: Iterable[Parameter] | Optimizer) -> list[Parameter]:
         """Returns the parameters with a gradient, none of which is reduced here."""
-        return [slot.parameter for slot in self.slots_with_gradients(parameters, meets=True)]
+        return [slot.parameter for slot in self.slots_with_gradients(parameters, Cause.LOOK, meets=True)]
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:
         """Returns host copies of the gradients that exist on all ranks, each in its parameter's dtype. Collective."""

@@ -73,11 +73,10 @@ class ConstructedParameter(Parameter):
         return self.keeper.lend(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        if id(self) not in memo:
-            with self.keeper.as_made(self):
-                memo[id(self)] = copy.deepcopy(self, memo)
-            self.keeper.watch(memo[id(self)], "copy")
-        return memo[id(self)]
+        with self.keeper.as_made(self):
+            made = copy.deepcopy(self, memo)
+        self.keeper.watch(made, "copy")
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with self.keeper.as_made(self):

@@ -29,7 +29,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.device import point_at
@@ -204,8 +203,6 @@ class Construction(Keeper):
         early = _early(parameter)
         if isinstance(values, ConstructedParameter):
             self._bring(values)
-        if values is parameter:
-            return
         with no_interception():
             point_at(parameter, values)
         early.row, early.may_differ = None, True
@@ -222,10 +219,9 @@ class Construction(Keeper):
         early.may_differ = True
 
     def alias(self, parameter: Parameter) -> Parameter:
-        early = self._bring(parameter)
+        self._bring(parameter)
         with no_interception():
             made = Parameter(parameter.data, requires_grad=False)
-        made.__class__ = early.plain_class
         self.watch(made, "alias")
         return made
 
@@ -362,6 +358,5 @@ def _early(parameter: Tensor) -> EarlyParameter:
 def _is_built(parameter: Parameter) -> bool:
     """Whether the parameter is of an ordinary kind, and has values. A DTensor on a mesh of one rank has a tensor inside
     of it, which the engine takes over."""
-    if is_lazy(parameter) or isinstance(parameter, DTensor):
-        return False
-    return is_plain(parameter) and not parameter.is_meta and parameter.numel() > 0
+    is_ordinary = is_plain(parameter) and not isinstance(parameter, DTensor)
+    return is_ordinary and not parameter.is_meta and parameter.numel() > 0

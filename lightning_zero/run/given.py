@@ -31,8 +31,7 @@ def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False)
     # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
     read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}
     for slot, grad in given:
-        averaged = averaged_of(slot)
-        averaged.replace(slot, read.get(slot, grad).detach().to(averaged.dtype))
+        averaged_of(slot).replace(slot, read.get(slot, grad).detach())
         gradient_of(slot).drop_accumulated(slot)
         reductions.show(slot)
 

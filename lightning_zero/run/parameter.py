@@ -80,7 +80,7 @@ class _Intercepting(Parameter):
     lender: ClassVar[Lender]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        return memo.setdefault(id(self), copy.deepcopy(_as_made(self)))
+        return copy.deepcopy(_as_made(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_made(self).__reduce_ex__(protocol)

@@ -139,8 +139,6 @@ class Reductions:
 
     def start(self, number: int) -> None:
         """Starts the first `number` reductions of the agreed order, except those that have started."""
-        if number <= self.started:
-            return
         with no_interception(), torch.no_grad():
             for shard in self.due(number):
                 shard.begin_reduce()
@@ -237,7 +235,7 @@ class Reductions:
                 having = self._slots_in(flags)
                 if self.steps is None:
                     self.start_all(having)
-                    for pool in self.pools:
+                    for pool in self.pools:  # not by `drain`: so each gradient walks through fewer calls
                         with pool.draining() as finishes:
                             for finish in finishes:
                                 finish()

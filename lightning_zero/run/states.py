@@ -53,12 +53,12 @@ class States:
 
     # -- the model
 
-    def full_model(self, *, copy: bool, of: ModelValues | None = None) -> dict[str, Any]:
-        """Returns `module.state_dict()` with whole values in their declared dtypes. Collective. Values that rest as
-        shards are copied to the host: a whole model may not fit on the device, but one group at a time does.
+    def full_model(self, of: ModelValues | None = None) -> dict[str, Any]:
+        """Returns `module.state_dict()` with whole values in their declared dtypes. Collective. Every entry has storage
+        of its own: a file would hold all of a group for each view of it. Values that rest as shards are copied to the
+        host: a whole model may not fit on the device, but one group at a time does.
 
         Args:
-            copy: give every entry storage of its own; a file would hold all of a group for each view of it.
             of: values to return in place of the model's own; they are always copied to the host.
         """
         self._runner.meet_before_collective()
@@ -70,13 +70,10 @@ class States:
             stays_full = group.stays_full and source is self._own
             device = group.places.gathered.device if stays_full else HOST
             for slot in group.slots:
-                view = slot.view(full)
-                if slot.local.is_divided:
-                    view = slot.local.gathered(view).to(device)
-                elif copy or not stays_full:
-                    view = slot.local.copied(view, device)
-                whole[id(slot.parameter)] = view
-        state = self._model_with(whole, copy=copy)
+                local, view = slot.local, slot.view(full)
+                made = local.gathered(view).to(device) if local.is_divided else local.copied(view, device)
+                whole[id(slot.parameter)] = made
+        state = self._model_with(whole, copy=True)
         for name, value in state.items():
             state[name] = whole_of(value)
         return state

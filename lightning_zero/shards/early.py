@@ -74,7 +74,7 @@ class EarlyParameter:
     def may_leave(self) -> bool:
         """Whether the values can be taken away unnoticed: no view of them exists, no graph has saved the parameter."""
         parameter = self.parameter
-        if parameter is None or self.pins or parameter.layout != torch.strided:
+        if parameter is None or self.pins:
             return False
         with no_interception():
             is_movable = parameter.is_contiguous() and parameter.grad is None

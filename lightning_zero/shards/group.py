@@ -204,7 +204,7 @@ class ShardGroup:
     @property
     def is_freed(self) -> bool:
         """Whether the parameters no longer belong to this group."""
-        return bool(self.slots) and slot_of(self.slots[0].parameter) is not self.slots[0]
+        return slot_of(self.slots[0].parameter) is not self.slots[0]
 
     # -- full arrays
 
@@ -272,10 +272,9 @@ class ShardGroup:
 
     def catch_up(self) -> None:
         """Takes the postponed steps. Collective if one of them `needs_all`."""
-        if self._postponed:
-            steps, self._postponed = self._postponed, []
-            for postponed in steps:
-                postponed.step()
+        steps, self._postponed = self._postponed, []
+        for postponed in steps:
+            postponed.step()
 
     def catch_up_alone(self) -> None:
         """Takes the postponed steps that this rank takes alone. Its part of the optimizer state is up to date then."""

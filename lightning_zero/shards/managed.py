@@ -103,7 +103,8 @@ def foreign_parameters(module: Module) -> dict[str, Parameter]:
 
 
 def is_plain(parameter: Parameter) -> bool:
-    """Whether a parameter is an ordinary tensor, whose class overrides no operation; or a DTensor of such tensors."""
+    """Whether a parameter is an ordinary tensor, whose class overrides no operation, as that of lazy ones does; or a
+    DTensor of such tensors."""
     kind = class_of(parameter)
     if isinstance(parameter, DTensor):
         return True
@@ -128,6 +129,5 @@ def newly_trainable(module: Module, optimizers: Iterable[Optimizer], trained: Co
     return {
         name: parameter
         for name, parameter in others.items()
-        if _trains(parameter, stepped)
-        and (slot_of(parameter) is not None or (not is_lazy(parameter) and is_plain(parameter)))
+        if _trains(parameter, stepped) and (slot_of(parameter) is not None or is_plain(parameter))
     }

@@ -214,10 +214,8 @@ class _Geometry:
 
     def memory_of(self, tensor: Tensor) -> Tensor:
         """Returns the bytes of all values, ``(nbytes,)``: the tensor's own memory if that has no gaps."""
-        if self._is_dense:
-            flat = tensor.detach().as_strided((self._numel,), (1,), tensor.storage_offset())
-        else:
-            flat = tensor.detach().reshape(-1)
+        values = tensor.detach()
+        flat = values.as_strided((self._numel,), (1,)) if self._is_dense else values.reshape(-1)
         return flat.view(torch.uint8)
 
     def tensor_of(self, memory: Tensor) -> Tensor:

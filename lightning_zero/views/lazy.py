@@ -138,7 +138,7 @@ class LazyTensor(Tensor):
         return self.source.whole().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.source.whole())
+        return self.source.whole()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
