@@ -188,6 +188,11 @@ class Rendezvous:
             elif is_unsettled and not self._settles_by_leaving():
                 self.meet(RoundEnd.EARLY)
 
+    def meet_early(self) -> None:
+        """Meets ranks that want something else before they come to where this one is."""
+        with no_interception(), torch.no_grad():
+            self.meet(RoundEnd.EARLY)
+
     def _settles_by_leaving(self) -> bool:
         """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before
         they learn that this rank has left: they meet no more for it."""
