@@ -3,6 +3,7 @@ See `rendezvous`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, final
 
 import torch
@@ -19,7 +20,12 @@ from lightning_zero.run.serving import Serving
 from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.comm import Comm, Gather
 
-WAITS = object()
+
+class Waits(Enum):
+    """Why a call of all ranks is not done yet."""
+
+    BUSY = auto()  # another rank wants something else first
+    EARLY = auto()  # another rank looks at gradients first, and waits for this one to meet it
 
 
 @dataclass
@@ -74,7 +80,7 @@ class Course:
         self.call(number)
 
     def call(self, number: int, is_done: Callable[[], bool] | None = None) -> Any:
-        """Has all ranks gather a unit, or serve a call. Returns the result of the call; `WAITS` if it is of all ranks,
+        """Has all ranks gather a unit, or serve a call. Returns the result of the call; `Waits` if it is of all ranks,
         and others want something else before. `is_done` tells whether it has been, as this rank has left the plan."""
         self.hear_marks()
         is_unit = number < len(self._units)
@@ -99,7 +105,7 @@ class Course:
             if heard.agree:
                 self._look_for_plan(number)
             if not self._serving.is_due(number, heard.wants, early=heard.early):
-                return WAITS
+                return Waits.EARLY if heard.early else Waits.BUSY
         past.note(number)
         return self._serving.take_result()
 

@@ -188,10 +188,12 @@ class Rendezvous:
             elif is_unsettled and not self._settles_by_leaving():
                 self.meet(RoundEnd.EARLY)
 
-    def meet_early(self) -> None:
-        """Meets ranks that want something else before they come to where this one is."""
+    def let_come(self, *, early: bool) -> None:
+        """Lets others come to where this rank waits for all of them: settles the last backward, as they may wait for
+        that, and meets one that is `early`."""
         with no_interception(), torch.no_grad():
-            self.meet(RoundEnd.EARLY)
+            if early or self._reductions.stage is Stage.UNSETTLED:
+                self.meet(RoundEnd.EARLY)
 
     def _settles_by_leaving(self) -> bool:
         """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before

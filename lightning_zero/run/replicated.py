@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.device import HOST, point_at
-from lightning_zero.run.course import WAITS
+from lightning_zero.run.course import Waits
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
@@ -89,6 +89,7 @@ class SharedBuffers:
         self._rendezvous = rendezvous
         self._number: int | None = None  # by which `Course.call` broadcasts them
         self._are_stale = True  # those of rank 0 may have other values
+        self._is_here = False  # this rank has come to a forward, and waits for them
         self._sent: list[_Sent] = []
         self._taken: list[Tensor] = []  # whether rank 0 had come to its own forward, for each that this rank has taken
         if is_on and comm.size > 1 and any(True for _ in module.buffers()):
@@ -99,9 +100,14 @@ class SharedBuffers:
         """Takes rank 0's buffers, if they may have other values. Collective."""
         if self._number is None or not self._are_stale:
             return
-        if not self._take_sent():
-            while self._rendezvous.course.call(self._number, self._take_sent) is WAITS:
-                self._rendezvous.meet_early()
+        self._is_here = not self._take_sent()
+        while self._is_here:
+            waits = self._rendezvous.course.call(self._number, self._has_come)
+            if self._is_here and isinstance(waits, Waits):
+                self._rendezvous.let_come(early=waits is Waits.EARLY)
+
+    def _has_come(self) -> bool:
+        return not self._is_here
 
     def note_forward(self, *, reduces: bool) -> None:
         """Notes the end of a forward, whose gradients will be reduced or not. DDP broadcasts after the former."""
@@ -114,20 +120,22 @@ class SharedBuffers:
 
     def _serve(self, keep: bool) -> None:
         """Sends rank 0's buffers to every rank, in one message for each dtype. Collective; a rank takes them over if it
-        has come to a forward (`keep`)."""
+        has come to a forward (`keep`, or it waits here)."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in _shared_buffers(self._module):
             by_dtype.setdefault(buffer.dtype, []).append(buffer.reshape(-1))
         values: dict[torch.dtype, Tensor] = {}
         for dtype, buffers in by_dtype.items():
-            told = [] if values else [buffers[0].new_full((1,), keep)]
+            told = [] if values else [buffers[0].new_full((1,), keep or self._is_here)]
             values[dtype] = torch.cat([*told, *buffers])
             self._comm.broadcast(values[dtype], f"buffers {dtype}")
         if not values:
+            self._is_here = False
             return
         first = next(iter(values))
         is_valid, values[first] = values[first][0], values[first][1:]
-        if keep:
+        if keep or self._is_here:
+            self._is_here = False
             self._taken.append(is_valid)
             self._take(values)
         elif not self._rendezvous.serving.is_waiting:
