@@ -144,6 +144,22 @@ def test_edits_before_it_begins_are_in_it(stage: int) -> None:
         assert_same_bits(found, expected)
 
 
+def test_one_rank_may_read_a_weight_alone_before_it_begins_or_is_loaded() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> int:
+        def look(layer: int) -> None:
+            if comm.rank == 1:
+                float(model[layer][0].weight.sum())
+
+        look(0)
+        average = Average(engine, get_ema_avg_fn(DECAY))
+        state = average.full()
+        look(1)
+        average.load(state, 3)
+        return average.updates
+
+    assert on_engine(tower(), act, 3, wait_timeout=20) == [3, 3]
+
+
 def test_names_of_compiled_modules_are_read_as_written() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
         average = Average(engine, get_ema_avg_fn(DECAY))

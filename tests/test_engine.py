@@ -346,6 +346,70 @@ def test_a_training_forward_begins_with_rank_0s_buffers_unless_told_otherwise(br
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_backward_may_be_of_two_forwards_between_which_buffers_are_broadcast(stage: int) -> None:
+    """As that of a discriminator with BatchNorm, of real and made samples. Other ranks' buffers are written to."""
+
+    def on_rank(comm: Comm) -> float:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage=stage, comm=comm)
+        losses = []
+        for sign in (1, -1):
+            with engine.forward():
+                losses.append(model(sign * torch.arange(8.0).view(2, 4)).sum())
+        with engine.backward():
+            sum(losses).backward()  # type: ignore[union-attr]
+        return float(model[0].weight.grad.sum())
+
+    first, second = ThreadWorld(2, 20).run(on_rank)
+    assert first == second
+
+
+class Drifting(nn.Module):
+    """Each forward moves a buffer, which the next one uses. Every second one has a layer more on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.register_buffer("drift", torch.zeros(4))
+
+    def forward(self, values: torch.Tensor, longer: bool) -> torch.Tensor:
+        self.drift.mul_(0.5).add_(1.0)
+        for layer in self.layers if longer else self.layers[1:]:
+            values = torch.tanh(layer(values)) + self.drift
+        return values
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 64}, {"merges_units": True}], ids=str)
+@pytest.mark.parametrize("differs", ["looks at 0", "looks at 1", "longer"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_go_different_ways_use_the_buffers_of_their_own_forward(
+    stage: int, differs: str, options: dict[str, Any]
+) -> None:
+    """One that comes to the next forward first waits, as another forward would have moved them already."""
+    start = Drifting()
+
+    def on_rank(comm: Comm) -> list[float]:
+        model: Any = clone(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
+        found = []
+        for _ in range(4):
+            for micro in range(3):
+                with engine.forward():
+                    loss = model(torch.ones(2, 4), differs != "longer" or (micro + comm.rank) % 2 == 0).sum()
+                found.append(float(model.drift[0]))
+                with engine.backward():
+                    loss.backward()
+                if differs == f"looks at {comm.rank}":
+                    float(model.layers[micro].weight.grad.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert ThreadWorld(2, 20).run(on_rank) == [[2 - 0.5**moved for moved in range(12)]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_that_freeze_different_parameters_are_told_which_on_every_rank(stage: int) -> None:
     def set_up(comm: Comm) -> str:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

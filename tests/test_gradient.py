@@ -796,3 +796,32 @@ def test_a_layer_that_is_thawed_on_some_ranks_is_averaged_over_all(stage: int, o
     for found in ThreadWorld(world).run(on_rank):
         for name, value in alone.state_dict().items():
             assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("act_on", ["in place", "given", "zeroed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_may_look_alone_before_all_edit_gradients_and_read_them_again(stage: int, act_on: str) -> None:
+    """The others are ahead of it by an edit when it answers them: it must not send its part of before."""
+    name = "blocks.0.up.weight"
+    expected = average(0)[name]
+    assert expected is not None
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> list[Tensor | None]:
+        weight = model.get_parameter(name)
+        loss_of(model, comm.rank, 0).backward()
+        if comm.rank == 0:
+            float(weight.grad.sum())
+            with torch.no_grad():
+                loss_of(model, 0, 1)
+        if act_on == "in place":
+            weight.grad.mul_(0.5)
+        elif act_on == "given":
+            weight.grad = torch.full_like(weight, 0.5)
+        else:
+            optimizer.zero_grad(set_to_none=False)
+        return [weight.grad + 0, engine.averages.full(weight)]
+
+    edited = {"in place": 0.5 * expected, "given": torch.full_like(expected, 0.5), "zeroed": 0 * expected}[act_on]
+    for found in on_two_ranks(stage, act, merges_units=False):
+        for grad in found:
+            torch.testing.assert_close(grad, edited, rtol=1e-6, atol=1e-7)

@@ -57,6 +57,7 @@ class Average:
         self._loaded: Mapping[str, Any] = {}  # until the next update: groups may begin to train after `load`
         engine.catch_up()
         engine.loans.settle()
+        engine.runner.meet_before_collective()
         trained = [group for group in engine.groups if group.kind.trainable]
         with failing_together(engine.mesh.world, "making room for the average of the model"):
             self._begin(trained)
@@ -176,6 +177,7 @@ class Average:
             RuntimeError: the same on every rank, when reading fails on one.
         """
         self.updates, self._loaded = updates, state
+        self._engine.runner.meet_before_collective()
         self._read(state, self._arrays, self._values().buffers)
 
     def _read(self, state: Mapping[str, Any], groups: Collection[ShardGroup], buffers: Mapping[int, Tensor]) -> None:

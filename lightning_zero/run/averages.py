@@ -55,7 +55,7 @@ class Averages:
         with no_interception(), torch.no_grad():
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
-            adopt(self.reductions, slots, steps=steps)
+            self.loans.lasting.edited_gradients += adopt(self.reductions, slots, steps=steps)
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float) -> norm.Measured:

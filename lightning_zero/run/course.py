@@ -1,8 +1,9 @@
 """`Course`: what a rank uses, one thing after another: by a plan, until any rank leaves it, or by asking the others.
 See `rendezvous`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, final
 
 import torch
@@ -19,6 +20,13 @@ from lightning_zero.run.serving import Serving
 from lightning_zero.run.statement import Statement
 from lightning_zero.shards.unit import Unit
 from lightning_zero.wire.comm import Comm, Gather
+
+
+class Waits(Enum):
+    """Why a call of all ranks is not done yet."""
+
+    BUSY = auto()  # another rank wants something else first
+    EARLY = auto()  # another rank looks at gradients first, and waits for this one to meet it
 
 
 @dataclass
@@ -72,8 +80,9 @@ class Course:
             return
         self.call(number)
 
-    def call(self, number: int) -> Any:
-        """Has all ranks gather a unit, or serve a call. Returns the result of the call."""
+    def call(self, number: int, is_done: Callable[[], bool] | None = None) -> Any:
+        """Has all ranks gather a unit, or serve a call. Returns the result of the call; `Waits` if it is of all ranks,
+        and others want something else before. `is_done` tells whether it has been, as this rank has left the plan."""
         self.hear_marks()
         is_unit = number < len(self._units)
         self._journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
@@ -85,15 +94,19 @@ class Course:
             past.begins = (number, torch.is_grad_enabled())
         if self.follow(number):
             pass  # the plan has had it done
+        elif is_done is not None and is_done():
+            pass
         elif is_unit and self._units[number].is_gathered:
             self._cache.touch([number])
         else:
             heard = self._serving.exchange(number, past)
             if heard.agree:
                 self.count_complete(heard.statement)
-            self._serving.serve(heard.wants, number)
+            self._serving.serve(heard.wants, number, early=heard.early)
             if heard.agree:
                 self._look_for_plan(number)
+            if not self._serving.is_due(number, heard.wants, early=heard.early):
+                return Waits.EARLY if heard.early else Waits.BUSY
         past.note(number)
         return self._serving.take_result()
 

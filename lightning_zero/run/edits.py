@@ -1,4 +1,4 @@
-"""`EditBarrier`: where ranks wait for each other before they keep edits of values that all of them use."""
+"""`EditBarrier` and `GradientEdits`: where ranks wait for each other at edits of values of which each has a part."""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -7,7 +7,10 @@ from typing import final
 import torch
 
 from lightning_zero.device import HOST
+from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.rendezvous import Rendezvous
+
+_ALL = torch.iinfo(torch.int64).max  # edits
 
 
 class Place(IntEnum):
@@ -50,3 +53,28 @@ class EditBarrier:
         if nearest == Place.BOUNDARY and self._place is not Place.BOUNDARY:
             self._share()
         return nearest
+
+
+@final
+class GradientEdits:
+    """A rank that others do not hold up edits a gradient before they do. It waits for them where it reads one again:
+    they would send it their parts as they were before the edit."""
+
+    def __init__(self, rendezvous: Rendezvous, lasting: LastingLoans) -> None:
+        self._comm = rendezvous.comm.host
+        self._rendezvous = rendezvous
+        self._lasting = lasting  # counts the edits of this rank
+        self._made = 0  # of these, how many all ranks have edited, as far as this one knows
+        self._number = rendezvous.serving.enroll("an edit of gradients", self._compare)
+
+    def wait_for_all(self) -> None:
+        """Waits until all ranks have made the edits that this one has made, and serves them meanwhile."""
+        while self._made < self._lasting.edited_gradients:
+            self._made = max(self._made, self._rendezvous.course.call(self._number))
+
+    def _compare(self, _: bool) -> int:
+        """Returns the least number of edits that a rank has made. One that has nothing more to do in this round has
+        made its own. Collective."""
+        own = self._lasting.edited_gradients
+        told = torch.tensor([_ALL if self._rendezvous.serving.is_waiting else own], dtype=torch.int64, device=HOST)
+        return min(own, int(self._comm.all_reduce(told, "edits of gradients", "min")))

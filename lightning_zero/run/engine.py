@@ -241,6 +241,7 @@ class Engine:
         adopt(self.runner.reductions, self.runner.stepping.steppers[optimizer].slots, steps=True)
         yield
         self.averages.forget()
+        self._buffers.forget_sent()
         self.ledger.note_rest()
 
     def catch_up(self) -> None:

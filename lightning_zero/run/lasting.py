@@ -52,6 +52,7 @@ class LastingLoans:
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self.gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._edits: dict[Slot, int] = {}  # of these, when they were lent
+        self.edited_gradients = 0  # number of edits, the same on every rank that has come as far
 
     # -- parameters
 
@@ -155,6 +156,7 @@ class LastingLoans:
         """See `GradientLender`. What is only read is written, too, as not every edit can be told; but not what this
         rank alone has added to, which the next backward is to reduce."""
         shard = gradient_of(slot)
+        self.edited_gradients += is_edited
         if is_edited or slot.index not in shard.beside.kept:
             shard.beside.drop(slot.index)
             shard.averaged.write(slot, gradient)

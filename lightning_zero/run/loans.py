@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.edits import EditBarrier, Place
+from lightning_zero.run.edits import EditBarrier, GradientEdits, Place
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loading import Loading
 from lightning_zero.run.parameter import AsDeclared, Lender, RestingParameter
@@ -57,6 +57,7 @@ class Loans(Lender):
         self._are_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         is_cut = any(group.is_cut and not group.is_plain for group in groups)
         self._barrier = EditBarrier(runner.rendezvous, lasting.share_edits) if is_cut else None
+        self._gradient_edits: GradientEdits | None = None
         self._averages: dict[Slot, int] = {}  # by which `Course.call` gathers gradients
         self._enroll_gradients(groups)
 
@@ -65,6 +66,8 @@ class Loans(Lender):
             if slot.gradient is not None and slot.gradient.averaged.is_spread:
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.runner.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
+        if self._averages and self._gradient_edits is None:
+            self._gradient_edits = GradientEdits(self.runner.rendezvous, self.lasting)
 
     def add(self, groups: Sequence[ShardGroup], trained: Sequence[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
@@ -192,6 +195,8 @@ class Loans(Lender):
         if slot in self.lasting.gradients:
             return self.lasting.gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
+        assert self._gradient_edits is not None
+        self._gradient_edits.wait_for_all()
         # Until the step, one rank may read it alone.
         average: Tensor = self.runner.course.call(self._averages[slot])
         with no_interception(), torch.no_grad():

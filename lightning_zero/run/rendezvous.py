@@ -188,6 +188,13 @@ class Rendezvous:
             elif is_unsettled and not self._settles_by_leaving():
                 self.meet(RoundEnd.EARLY)
 
+    def let_come(self, *, early: bool) -> None:
+        """Lets others come to where this rank waits for all of them: settles the last backward, as they may wait for
+        that, and meets one that is `early`."""
+        with no_interception(), torch.no_grad():
+            if early or self._reductions.stage is Stage.UNSETTLED:
+                self.meet(RoundEnd.EARLY)
+
     def _settles_by_leaving(self) -> bool:
         """Leaves the plan. Returns whether the last backward is settled then, as the others begin the next one before
         they learn that this rank has left: they meet no more for it."""

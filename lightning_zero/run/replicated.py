@@ -1,9 +1,8 @@
 """Tensors that every rank holds whole: buffers, metrics, and parameters that are in no group."""
 
 import itertools
-from collections.abc import Container, Mapping
-from functools import partial
-from typing import final
+from collections.abc import Container, Iterator, Mapping
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lightning_zero.device import HOST, point_at
+from lightning_zero.run.course import Waits
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
 from lightning_zero.shards.local import local_of
@@ -68,41 +68,108 @@ def _broadcast(name: str, tensor: Tensor, *comms: Comm) -> None:
         tensor.copy_(values)
 
 
+class _Sent(NamedTuple):
+    """Buffers of rank 0, which were sent before this rank had come to its forward."""
+
+    values: dict[torch.dtype, Tensor]
+    is_valid: Tensor  # whether rank 0 had come to its own
+
+
 @final
 class SharedBuffers:
-    """The buffers of a module, which all ranks take from rank 0 before a forward, as under DDP, if `is_on`."""
+    """The buffers of a module, which all ranks take from rank 0 before a forward, as under DDP, if `is_on`.
+
+    Ranks that have gone different ways come to a forward one after another, and a forward may change buffers. So the
+    first ones wait. A rank that leaves a plan, by which the others broadcast, keeps what it is sent until its forward.
+    """
 
     def __init__(self, module: Module, comm: Comm, rendezvous: Rendezvous, *, is_on: bool) -> None:
+        self._module = module
+        self._comm = comm
         self._rendezvous = rendezvous
         self._number: int | None = None  # by which `Course.call` broadcasts them
         self._are_stale = True  # those of rank 0 may have other values
+        self._is_here = False  # this rank has come to a forward, and waits for them
+        self._sent: list[_Sent] = []
+        self._taken: list[Tensor] = []  # whether rank 0 had come to its own forward, for each that this rank has taken
         if is_on and comm.size > 1 and any(True for _ in module.buffers()):
-            serve = partial(broadcast_buffers, module, comm)
-            self._number = rendezvous.serving.enroll("the broadcast of rank 0's buffers", serve)
+            label = "the broadcast of rank 0's buffers"
+            self._number = rendezvous.serving.enroll(label, self._serve, is_of_all=True)
 
     def broadcast_stale(self) -> None:
         """Takes rank 0's buffers, if they may have other values. Collective."""
-        if self._number is not None and self._are_stale:
-            self._rendezvous.course.call(self._number)
+        if self._number is None or not self._are_stale:
+            return
+        self._is_here = not self._take_sent()
+        while self._is_here:
+            waits = self._rendezvous.course.call(self._number, self._has_come)
+            if self._is_here and isinstance(waits, Waits):
+                self._rendezvous.let_come(early=waits is Waits.EARLY)
+
+    def _has_come(self) -> bool:
+        return not self._is_here
 
     def note_forward(self, *, reduces: bool) -> None:
         """Notes the end of a forward, whose gradients will be reduced or not. DDP broadcasts after the former."""
         self._are_stale = reduces
 
+    def forget_sent(self) -> None:
+        """Forgets what was sent ahead, as all ranks have come to a step."""
+        self._sent.clear()
+        self._taken.clear()
 
-def broadcast_buffers(module: Module, comm: Comm, keep: bool) -> None:
-    """Sends rank 0's buffers to every rank, in one message for each dtype. Collective; a rank takes them over if it is
-    to `keep` them."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in module.buffers():
-        if not isinstance(buffer, DTensor):  # tensor-parallel modules keep theirs equal, or divided
-            by_dtype.setdefault(buffer.dtype, []).append(buffer.detach())
-    for dtype, buffers in by_dtype.items():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        comm.broadcast(flat, f"buffers {dtype}")
-        if keep and comm.rank:
-            for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(values.view(buffer.shape))
+    def _serve(self, keep: bool) -> None:
+        """Sends rank 0's buffers to every rank, in one message for each dtype. Collective; a rank takes them over if it
+        has come to a forward (`keep`, or it waits here)."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in _shared_buffers(self._module):
+            by_dtype.setdefault(buffer.dtype, []).append(buffer.reshape(-1))
+        values: dict[torch.dtype, Tensor] = {}
+        for dtype, buffers in by_dtype.items():
+            told = [] if values else [buffers[0].new_full((1,), keep or self._is_here)]
+            values[dtype] = torch.cat([*told, *buffers])
+            self._comm.broadcast(values[dtype], f"buffers {dtype}")
+        if not values:
+            self._is_here = False
+            return
+        first = next(iter(values))
+        is_valid, values[first] = values[first][0], values[first][1:]
+        if keep or self._is_here:
+            self._is_here = False
+            self._taken.append(is_valid)
+            self._take(values)
+        elif not self._rendezvous.serving.is_waiting:
+            self._sent.append(_Sent(values, is_valid))
+
+    def _take_sent(self) -> bool:
+        """Takes over what was sent for this forward, if anything was."""
+        while self._sent:
+            sent = self._sent.pop(0)
+            if sent.is_valid and not self._was_ahead():
+                self._take(sent.values)
+                return True
+        return False
+
+    def _was_ahead(self) -> bool:
+        """Whether this rank has taken what rank 0 had before its own forward: it sends that of its forward later."""
+        while self._taken:
+            if not self._taken.pop(0):
+                return True
+        return False
+
+    def _take(self, values: Mapping[torch.dtype, Tensor]) -> None:
+        if self._comm.rank:
+            start = dict.fromkeys(values, 0)
+            for buffer in _shared_buffers(self._module):
+                at = start[buffer.dtype]
+                start[buffer.dtype] = stop = at + buffer.numel()
+                buffer.copy_(values[buffer.dtype][at:stop].view(buffer.shape))
+
+
+def _shared_buffers(module: Module) -> Iterator[Tensor]:
+    """Yields the buffers, except those that tensor-parallel modules keep equal, or divided. Edits do not raise their
+    versions, as under DDP: a backward may be of several forwards, between which they are broadcast."""
+    return (buffer.data for buffer in module.buffers() if not isinstance(buffer, DTensor))
 
 
 def move_replicated(module: Module, device: torch.device) -> None:

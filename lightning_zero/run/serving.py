@@ -38,6 +38,7 @@ class _Call(NamedTuple):
 
     label: str  # for messages
     serve: Callable[[bool], Any]  # issues it, and returns its result; told whether this rank wants that
+    is_of_all: bool  # done once no rank wants anything else that others serve: they will come to it as well
 
 
 class Heard(NamedTuple):
@@ -70,9 +71,9 @@ class Serving:
         self._result: Any = None  # of the latest call that this rank has wanted
         self.is_waiting = False  # this rank wants nothing but that the others come to where it is
 
-    def enroll(self, label: str, serve: Callable[[bool], Any]) -> int:
+    def enroll(self, label: str, serve: Callable[[bool], Any], *, is_of_all: bool = False) -> int:
         """Returns the number of a call; see `_Call`."""
-        self._calls.append(_Call(label, serve))
+        self._calls.append(_Call(label, serve, is_of_all))
         return len(self._units) + len(self._calls) - 1
 
     @property
@@ -96,9 +97,12 @@ class Serving:
 
     # -- together
 
-    def serve(self, wants: Sequence[int], own: int | None) -> None:
-        """Takes part in everything that is wanted, and keeps the results of what this rank wants (`own`)."""
+    def serve(self, wants: Sequence[int], own: int | None, *, early: bool = False) -> None:
+        """Takes part in everything that is wanted and due, and keeps the results of what this rank wants (`own`).
+        `early` is a rank that will come to what the others want."""
         for want in wants:
+            if not self.is_due(want, wants, early=early):
+                continue
             if want == self.to_reduce:
                 if len(wants) == 1:  # of the others: this rank has no gradients, and contributes zeros
                     self._reductions.forget_settled()
@@ -115,6 +119,13 @@ class Serving:
             else:
                 self._units[want].pass_by()
 
+    def is_due(self, want: int, wants: Sequence[int], *, early: bool) -> bool:
+        """Whether what is wanted is done now; see `_Call`."""
+        at = want - len(self._units)
+        if not (0 <= at < len(self._calls) and self._calls[at].is_of_all):
+            return True
+        return not early and all(other in (want, self.to_reduce) for other in wants)
+
     def take_result(self) -> Any:
         """Returns the result of the latest call that this rank has wanted, once."""
         result, self._result = self._result, None
@@ -124,7 +135,7 @@ class Serving:
         """Serves the others until all are about to reduce gradients, or have come to the end of the round."""
         with self._waiting(), no_interception(), torch.no_grad():
             while (heard := self.exchange(self.to_reduce, past)).wants != [self.to_reduce]:
-                self.serve(heard.wants, self.to_reduce)
+                self.serve(heard.wants, self.to_reduce, early=heard.early)
         return heard
 
     def until_settled(self, past: Past, *, follows: bool) -> bool:
@@ -135,7 +146,7 @@ class Serving:
         with self._waiting(), no_interception(), torch.no_grad():
             while self._readiness.settles_alone:
                 heard = self.exchange(self.to_settle, past, follows=follows)
-                self.serve(heard.wants, self.to_settle)
+                self.serve(heard.wants, self.to_settle, early=heard.early)
                 agree &= heard.agree
         return agree
 
@@ -143,7 +154,7 @@ class Serving:
         """Serves the others until all have come to the end of the round, as this rank has; see `Rendezvous.meet`."""
         with self._waiting():
             while (heard := self.exchange(at, past)).wants:
-                self.serve(heard.wants, None)
+                self.serve(heard.wants, None, early=heard.early)
         return heard
 
     @contextmanager
