@@ -67,11 +67,6 @@ exchange: Callable[[Tensor, Tensor], None] = find(torch._C, "_swap_tensor_impl")
 and refuses tensors that anything refers to weakly. Without it a parameter could not be pointed at the memory of a
 device that torch does not know. Private: `_swap_tensor_impl`."""
 
-refuse_writes: Callable[[Tensor], None] = find(torch._C, "_set_throw_on_mutable_data_ptr")
-"""Has whatever asks for the address of a tensor, to write there, raise. Nothing public does. Without it a collective
-that users call on a parameter without values would write past the end of its memory. Private:
-`_set_throw_on_mutable_data_ptr`; torch's fake tensors use it."""
-
 edits_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns torch's count of edits of a tensor in place. Nothing public has it. Without it edits by users would be lost,
 and those of saved tensors would go unnoticed in backward. Private: `_version`."""

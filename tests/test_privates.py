@@ -42,7 +42,7 @@ TORCH = set(
     _functional_collectives _get_default_store _get_tracing_state
     _is_view _local_tensor _make_wrapper_subclass _metadata
     _non_persistent_buffers_set _optimizer_step_post_hooks _optimizer_step_pre_hooks _orig_mod _parameters
-    _per_optimizer_states _post_accumulate_grad_hooks _set_throw_on_mutable_data_ptr
+    _per_optimizer_states _post_accumulate_grad_hooks
     _pytree _save _schema _set_tracing_state _spec
     _storage_Use_Count _swap_tensor_impl _top_saved_tensors_default_hooks _use_count _version
     _will_engine_execute_node _functorch

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -178,24 +177,10 @@ class Synchronised(Classifier):
             gradient /= 2
 
 
-class SentPastAll(Classifier):
-    """Sends a weight itself, which a rank may not have, in a way that nothing intercepts."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert dist.group.WORLD is not None
-        dist.group.WORLD.broadcast(self.net[4].weight, 0).wait()
-
-
 MODULES = {
     module.__name__: module
     for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Factored, Edited, Assigned, Synchronised)
 }
-
-
-def send_past_all(strategy: Any) -> str:
-    with pytest.raises(RuntimeError) as told:
-        trainer(strategy, 2).fit(SentPastAll(), loader(samples=32))
-    return str(told.value)
 
 
 def fit_module(strategy: Any, name: str, **kwargs: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from lightning_zero.shards.layout import Piece
 from lightning_zero.shards.local import Local
 from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
-from lightning_zero.torch_private import refuse_writes
 
 if TYPE_CHECKING:
     from lightning_zero.shards.gradient import GradientShard
@@ -142,13 +141,11 @@ def point_at_nothing(slots: Iterable[Slot]) -> None:
     """Takes the values from parameters, which keep their shapes and dtypes and hold no memory.
 
     The class of a parameter intercepts readers (`run.parameter`). A read past that finds NaN, and never memory that
-    holds another tensor by now. A write past it raises: gloo, which goes by the number of elements, would write over
-    what is beside the memory of one.
+    holds another tensor by now.
     """
     with no_interception(), torch.inference_mode(False):
         for slot in slots:
             local, group = slot.local, slot.group
             if local.nothing is None or slot.numel == 1:  # a single element can be written to
                 local.nothing = nothing(slot.shape, group.kind.resting, group.places.gathered.device)
-                refuse_writes(local.nothing)
             local.values = local.nothing
