@@ -146,11 +146,8 @@ class Assigned(Classifier):
         self.net[1].bias.data = self.net[1].bias.data + 0.01
 
 
-# The collectives that take a weight which rests in shards as it is, and not its `data`.
-TAKING_ALL = {
-    dist.all_reduce,
-    *([dist.broadcast] if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13) else []),
-}
+# Since torch 2.13 weights that rest in shards intercept every collective; before, `all_reduce` alone.
+INTERCEPTS_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 class Synchronised(Classifier):
@@ -159,7 +156,7 @@ class Synchronised(Classifier):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for parameter in self.parameters() if batch_idx == 1 else ():
             parameter.data.mul_(1 + self.global_rank)  # what follows makes it the same again
-            dist.broadcast(parameter if dist.broadcast in TAKING_ALL else parameter.data, 0)
+            dist.broadcast(parameter if INTERCEPTS_ALL else parameter.data, 0)
         with torch.no_grad():
             for parameter in self.parameters() if batch_idx == 2 else ():
                 dist.all_reduce(parameter)

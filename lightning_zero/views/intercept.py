@@ -71,6 +71,7 @@ METHODS_OF_DTENSOR: dict[str, Callable[..., Any]] = {  # which are functions of 
     "full_tensor": DTensor.full_tensor,
     "redistribute": _as_view(DTensor.redistribute),  # so does it, if the result is divided as before
 }
+_UNVERSIONED = UNVERSIONED | editing.INTERCEPTED
 # Through what these return, values are edited without raising their version.
 UNWATCHED = {
     *editing.INTERCEPTED,  # which return what has yet to arrive
@@ -118,7 +119,7 @@ class Lent:
         return self.is_unversioned or _state_of(self.values) != self._was
 
     def is_visible_in(self, result: Any) -> bool:
-        """Whether `result` holds a view of the values."""
+        """Whether `result` holds a view of the values, or is a collective that may still write to them."""
         return any(
             isinstance(item, numpy.ndarray | dist.Work) or (isinstance(item, Tensor) and self._shares_memory_with(item))
             for item in tree_iter(result)
@@ -165,8 +166,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         if loan is None:
             return value
         lent[id(value)] = loan
-        loan.is_unversioned = func in UNVERSIONED or func in editing.INTERCEPTED or id(value) in listed
-        loan.is_unwatched = func in UNWATCHED
+        loan.is_unversioned, loan.is_unwatched = func in _UNVERSIONED or id(value) in listed, func in UNWATCHED
         return loan.values
 
     result = None
