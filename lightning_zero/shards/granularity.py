@@ -45,12 +45,7 @@ def choose_stepped(
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
             blocked.append(optimizer)
         if reason == BY_RANKS and asked != "element":
-            raise ValueError(
-                f"{kind} {BY_RANKS}, which step other parts of the parameters here, or other ones: it would mix them. "
-                "Gradients are averaged before the step, and its work is divided among the ranks, so leave both out "
-                "of it (torch.optim.Muon needs neither), or use stage=0; or, if what it asks is none of that, "
-                "granularity='element'."
-            )
+            raise ValueError(_why_not_among_ranks(kind))
         if reason == BY_CHANCE:
             _warn_or_refuse_chance(kind, asked)
         elif reason == NESTED and asked in ("element", "block"):
@@ -85,6 +80,14 @@ def choose_stepped(
             "middle of a backward, where ranks wait for each other's gradients. Leave step_in_backward=True out."
         )
     return Stepped(whole, BLOCK if blocked else 1)
+
+
+def _why_not_among_ranks(kind: str) -> str:
+    return (
+        f"{kind} {BY_RANKS}, which step other parts of the parameters here, or other ones: it would mix them. "
+        "Gradients are averaged before the step, and its work is divided among the ranks, so leave both out of it "
+        "(torch.optim.Muon needs neither), or use stage=0; or, if what it asks is none of that, granularity='element'."
+    )
 
 
 def _warn_or_refuse_chance(kind: str, granularity: str) -> None:
