@@ -268,6 +268,10 @@ def reduce_one(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
     (model.scale.square().sum() * comm.rank).backward()
 
 
+def reduce_apart(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    (model.norm.weight if comm.rank else model.scale).square().sum().backward()
+
+
 def keep_a_loss(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
     with engine.no_sync():
         loss_of(model, 0, 1).backward()
@@ -316,7 +320,7 @@ def clip(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
 
 
 ACTS = [
-    reduce_a_loss, reduce_one, keep_a_loss, keep_a_penalty, keep_penalties,
+    reduce_a_loss, reduce_one, reduce_apart, keep_a_loss, keep_a_penalty, keep_penalties,
     step, drop_all, drop_one, replace_one, halve, edit_by_views, clip,
 ]  # fmt: skip
 
@@ -505,6 +509,34 @@ def test_a_rank_that_leaves_a_parameter_out_adds_nothing_of_what_was_cleared(sta
             torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
             torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 0.5))
             optimizer.zero_grad()
+
+    on_two_ranks(stage, act, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_leaves_a_parameter_out_contributes_what_its_user_has_put_into_its_gradient(
+    stage: int, accumulation: str
+) -> None:
+    """As under DDP, which averages what is in `p.grad` after backward on each rank."""
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        loss_of(model, comm.rank, 0).backward()
+        for parameter in (model.unused.bias, model.unused.weight, model.norm.weight):
+            parameter.grad = torch.full_like(parameter, 3.0)
+        with engine.accumulating(), engine.forward():
+            model.norm(torch.ones(1, 10)).sum().backward()
+        with engine.forward():
+            loss = model.norm(torch.ones(1, 10)).sum()
+            if comm.rank == 1:
+                loss = loss + model.unused(torch.ones(1, 3)).sum()
+        loss.backward()
+        torch.testing.assert_close(model.unused.bias.grad + 0, torch.full((5,), 3.5))
+        torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 3.5))
+        model.unused.bias.grad = torch.full((5,), 2.0)
+        model.norm(torch.ones(1, 10)).sum().backward()  # no rank uses it
+        torch.testing.assert_close(model.unused.bias.grad + 0, torch.full((5,), 2.0))
+        torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 2.0))
 
     on_two_ranks(stage, act, accumulation=accumulation)
 

@@ -66,6 +66,12 @@ def test_a_round_that_begins_as_an_earlier_one_is_known_by_its_first_use() -> No
     assert plans.beginning(0, enabled=False) == plans.beginning(1, enabled=True) == NOTHING
 
 
+def test_a_round_that_ends_while_a_rank_waits_for_its_first_use_is_no_plan_for_another_that_begins_so() -> None:
+    plans = PlanCache(plan_of)
+    plans.learn(Past(begins=(4, True)), GROUPS, PATTERN, agree=True, continues=False)
+    assert plans.beginning(4, enabled=True) == NOTHING
+
+
 @pytest.mark.parametrize("odd", ["ranks have not agreed", "its backward has failed"])
 def test_a_round_is_not_learnt_if(odd: str) -> None:
     plans = PlanCache(plan_of)

@@ -148,7 +148,7 @@ class PlanCache:
         if agree:
             self._remember(before, done.uses)
         is_micro = NEXT_BACKWARD not in done.uses  # of others, the span knows what is to be known
-        if agree and done.begins and is_micro and self._make(done.uses, done.complete, groups):
+        if agree and done.uses and done.begins and is_micro and self._make(done.uses, done.complete, groups):
             self._beginnings[done.begins] = done.digest
         span = self._span
         if span is not None and agree:

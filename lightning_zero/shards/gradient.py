@@ -114,13 +114,7 @@ class GradientShard:
             grad = self.beside.take(index)
         elif not again:
             averaged.editions[index] += 1
-        if grad.is_sparse:
-            grad = dense_of(grad) if slot.is_sparse else grad.to_dense()
-        elif slot.is_sparse:
-            raise RuntimeError(
-                f"SparseAdam does not support dense gradients, and parameter {slot.name!r} has one. Give it embeddings "
-                "that are made with sparse=True, or consider Adam."
-            )
+        grad = _as_dense(grad, slot)
         if not self.travels:
             slot.local.grad = grad
         elif local and carried:
@@ -206,8 +200,8 @@ class GradientShard:
         return replaces and is_there and not group.comm.is_asynchronous
 
     def _prepare_unused(self) -> None:
-        """Prepares the parameters that this rank did not use. Each contributes what its `p.grad` holds: nothing, or
-        what an earlier backward left there and nobody cleared."""
+        """Prepares the parameters that this rank did not use. Each contributes what its `p.grad` holds: nothing, what
+        an earlier backward left there and nobody cleared, or what the user has put there."""
         averaged = self.averaged
         for slot in self.group.slots:
             if slot.index in self.used:
@@ -221,6 +215,12 @@ class GradientShard:
                 self._keep_average(slot, slot.view(averaged.full_grad))
             if averaged.full_grad is not None and grad is None:
                 slot.view(averaged.full_grad).fill_(nothing_of(slot))
+            elif grad is not None and not averaged.is_shown(slot, grad):  # it stays in `p.grad` unless others use it
+                given = _as_dense(grad, slot)
+                if averaged.full_grad is None:
+                    self._held[slot.index] = given
+                else:
+                    slot.view(averaged.full_grad).copy_(given)
 
     def _collect_beside(self) -> None:
         """Collects what is beside averages that this backward has added nothing to."""
@@ -343,6 +343,18 @@ class GradientShard:
                 slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
         self.averaged.free()
         self.pool = BucketPool([])
+
+
+def _as_dense(grad: Tensor, slot: Slot) -> Tensor:
+    """Returns a gradient as it travels. Raises RuntimeError if the parameter's optimizer takes sparse ones alone."""
+    if grad.is_sparse:
+        return dense_of(grad) if slot.is_sparse else grad.to_dense()
+    if slot.is_sparse:
+        raise RuntimeError(
+            f"SparseAdam does not support dense gradients, and parameter {slot.name!r} has one. Give it embeddings "
+            "that are made with sparse=True, or consider Adam."
+        )
+    return grad
 
 
 def _pack_columns(packed: Tensor, grad: Tensor, chunk: Chunk) -> None:
