@@ -179,12 +179,15 @@ def train(
     at_once: bool = False,
     world: int = 2,
     frozen: int = 0,
+    buffers: bool = False,
     make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> tuple[Program, Recorder]:
     """Trains until every step is like the last one. Returns the program, and what the engine did in one more step."""
     for layer in list(model.children())[1 : 1 + frozen]:
         layer.requires_grad_(False)
+    if buffers:
+        model.register_buffer("steps", torch.zeros(()))
     optimizer = make(model.parameters())
     setting = Options(**{"bucket_bytes": BUCKET_BYTES, "unit_classes": ("Linear",) if stage == 3 else None} | options)
     engine = Engine(model, [optimizer], stage=stage, comm=CountingComm(0, world), options=setting)
@@ -194,7 +197,7 @@ def train(
     def step() -> None:
         for micro in range(micros):
             with engine.accumulating() if micro < micros - 1 else nullcontext():
-                with engine.forward():
+                with engine.forward(reduces=engine.runner.reductions.is_on):
                     loss = model(batch).square().mean()
                 with engine.backward():
                     (scaler.scale(loss) if scales else loss).backward()

@@ -379,7 +379,7 @@ class Drifting(nn.Module):
         return values
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 64}, {"merges_units": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 64}, {"merges_units": True}, {"replicate_size": 2}], ids=str)
 @pytest.mark.parametrize("differs", ["looks at 0", "looks at 1", "longer"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_go_different_ways_use_the_buffers_of_their_own_forward(
@@ -406,7 +406,8 @@ def test_ranks_that_go_different_ways_use_the_buffers_of_their_own_forward(
             optimizer.zero_grad()
         return found
 
-    assert ThreadWorld(2, 20).run(on_rank) == [[2 - 0.5**moved for moved in range(12)]] * 2
+    world = 2 * options.get("replicate_size", 1)
+    assert ThreadWorld(world, 20).run(on_rank) == [[2 - 0.5**moved for moved in range(12)]] * world
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

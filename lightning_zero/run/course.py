@@ -84,8 +84,7 @@ class Course:
         """Has all ranks gather a unit, or serve a call. Returns the result of the call; `Waits` if it is of all ranks,
         and others want something else before. `is_done` tells whether it has been, as this rank has left the plan."""
         self.hear_marks()
-        is_unit = number < len(self._units)
-        self._journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
+        is_unit = self.note(number)
         if self.is_alone:
             self._serving.serve([number], number)
             return self._serving.take_result()
@@ -109,6 +108,12 @@ class Course:
                 return Waits.EARLY if heard.early else Waits.BUSY
         past.note(number)
         return self._serving.take_result()
+
+    def note(self, number: int) -> bool:
+        """Notes a use in the journal. Returns whether it is one of a unit."""
+        is_unit = number < len(self._units)
+        self._journal.note(Cause.UNIT if is_unit else Cause.CALL, number if is_unit else number - len(self._units))
+        return is_unit
 
     # -- which plan
 

@@ -91,11 +91,14 @@ class _Placing:
         return self.placed.uses.index(Use(Cause.UNIT, unit), self._at)
 
     def _call(self, number: int) -> None:
-        self._follow(self._plan[self._at])
+        if self._facts.meets_for(Use(Cause.CALL, number)):
+            self._meet()
+        else:
+            self._follow(self._plan[self._at])
         if number in self._facts.publishes:
             self._steps.catch_up(self._facts.publishes[number])
         else:
-            self.placed.add(Kind.CALL, number)
+            self.placed.add(Kind.CALL, number, among=self._facts.among_all)
 
     # -- agreement
 
@@ -177,6 +180,9 @@ class _Placing:
     def _start(self, count: int) -> None:
         if count > self._started:
             self._tell_replicas(starts=True)
+        self._reduce(count)
+
+    def _reduce(self, count: int) -> None:
         for group in self._facts.order[self._started : count]:
             self._reductions.reduce(group)
             if self._facts.steps_in_backward:
@@ -188,7 +194,7 @@ class _Placing:
         if self._facts.steps_in_backward:
             self._settle_in_steps()
         else:
-            self._start(len(self._facts.order))
+            self._reduce(len(self._facts.order))
             self._reductions.drain()
 
     def _settle_in_steps(self) -> None:

@@ -171,7 +171,12 @@ class Facts:
 
     @property
     def agree_among(self) -> Among:
-        if self.units or self.replicas == 1:
+        return Among.SHARD if self.units else self.among_all
+
+    @property
+    def among_all(self) -> Among:
+        """Which ranks have batches of their own, shard groups and their replicas."""
+        if self.replicas == 1:
             return Among.SHARD
         return Among.WORLD if self.tensor_ranks == 1 else Among.DATA
 
@@ -179,6 +184,10 @@ class Facts:
     def parts(self) -> bool:
         """Whether replicas go their own ways between two meetings."""
         return bool(self.units) and self.replicas > 1
+
+    def meets_for(self, use: Use) -> bool:
+        """Whether ranks meet for a call, which is of all replicas, where these go their own ways."""
+        return use.cause is Cause.CALL and self.parts and use.number not in self.publishes
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,12 @@ class Rendezvous:
         self._cache.discard_all()
         return heard
 
+    def meet_for(self, number: int) -> None:
+        """Meets, and then does a call that more ranks do than `comm` has. Collective: this rank has come to it."""
+        self.course.note(number)
+        self.meet()
+        self.serving.serve([number], number)
+
     def meet_before_collective(self) -> None:
         """Meets, if a rank may want something alone that the others must serve first."""
         if self.serving.may_be_wanted:

@@ -4,7 +4,7 @@ from typing import final
 
 import torch
 
-from lightning_zero.run.reductions import Reductions
+from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.wire.comm import Comm, Gather, Told
 
@@ -64,9 +64,9 @@ class Replicas:
 
     def come_to_end(self) -> None:
         """Tells the others that this replica meets them. This rank has come to the end of the round: if it has no
-        gradients, it is certain that the replica starts no reductions before."""
+        gradients to reduce, it is certain that the replica starts no reductions before."""
         if self._part:
-            if not self._reductions.has_gradients:
+            if self._reductions.stage is Stage.CLEAR or not self._reductions.has_gradients:
                 self._tell_start(starts=False)
             if self.may_settle_alike:
                 self._tell_end(_MEETS)

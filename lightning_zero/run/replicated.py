@@ -77,10 +77,11 @@ class _Sent(NamedTuple):
 
 @final
 class SharedBuffers:
-    """The buffers of a module, which all ranks take from rank 0 before a forward, as under DDP, if `is_on`.
+    """The buffers of a module. All ranks in `comm` take them from its first before a forward, as under DDP, if `is_on`.
 
     Ranks that have gone different ways come to a forward one after another, and a forward may change buffers. So the
     first ones wait. A rank that leaves a plan, by which the others broadcast, keeps what it is sent until its forward.
+    Where replicas go their own ways, no plan is of all of them, and they cannot serve each other: all meet first.
     """
 
     def __init__(self, module: Module, comm: Comm, rendezvous: Rendezvous, *, is_on: bool) -> None:
@@ -99,6 +100,9 @@ class SharedBuffers:
     def broadcast_stale(self) -> None:
         """Takes rank 0's buffers, if they may have other values. Collective."""
         if self._number is None or not self._are_stale:
+            return
+        if self._rendezvous.comm.size < self._comm.size:
+            self._rendezvous.meet_for(self._number)
             return
         self._is_here = not self._take_sent()
         while self._is_here:

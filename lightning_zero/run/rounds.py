@@ -39,9 +39,11 @@ def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
     found, is_unsettled = [], False
     may_be_wanted, settles_at_end = bool(facts.units or facts.calls), facts.gathers_gradients or facts.steps_in_backward
     alone = settled_alone(facts, uses)
-    for at, (cause, _) in enumerate(uses):
+    for at, use in enumerate(uses):
+        cause = use.cause
         is_unsettled &= at not in alone
         meets = {
+            Cause.CALL: facts.meets_for(use),
             Cause.BACKWARD: is_unsettled,
             Cause.END: settles_at_end,
             Cause.UNSCALE: is_unsettled or may_be_wanted,
@@ -87,7 +89,7 @@ def _round(facts: Facts, uses: Sequence[Use], start: int, stop: int, inside: Col
         cause, number = uses[at]
         if cause is Cause.UNIT:
             numbers[at] = number
-        elif cause is Cause.CALL:
+        elif cause is Cause.CALL and not facts.meets_for(uses[at]):
             numbers[at] = len(facts.units) + number
         elif cause in (Cause.END, Cause.KEPT) and facts.units:
             numbers[at] = END
