@@ -287,6 +287,25 @@ def keep_penalties(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> No
         penalize(model, all_parameters=True)
 
 
+class Stops(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def fail_in_the_middle(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    """As code does that catches an error on every rank, and drops what there was."""
+    with pytest.raises(ZeroDivisionError):
+        (model.norm(Stops.apply(model.scale * torch.ones(1, 10)))).sum().backward()
+    optimizer.zero_grad()
+
+
 def step(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
     optimizer.step()
 
@@ -321,7 +340,7 @@ def clip(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
 
 ACTS = [
     reduce_a_loss, reduce_one, reduce_apart, keep_a_loss, keep_a_penalty, keep_penalties,
-    step, drop_all, drop_one, replace_one, halve, edit_by_views, clip,
+    fail_in_the_middle, step, drop_all, drop_one, replace_one, halve, edit_by_views, clip,
 ]  # fmt: skip
 
 
@@ -331,6 +350,8 @@ ACTS = [
 @example(acts=[reduce_a_loss, keep_a_penalty, edit_by_views, reduce_one])
 @example(acts=[reduce_a_loss, drop_one, keep_penalties, reduce_one])
 @example(acts=[reduce_one, clip, keep_a_loss])
+@example(acts=[keep_a_loss, step, replace_one, reduce_one])
+@example(acts=[reduce_a_loss, replace_one, keep_a_loss, fail_in_the_middle])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: int, acts: list[Any]) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
@@ -375,6 +396,36 @@ def test_gradients_that_users_average_by_hand_are_stepped(stage: int) -> None:
     expected = on_two_ranks(stage, partial(act, by_hand=False))
     for found in on_two_ranks(stage, partial(act, by_hand=True)):
         assert_same_bits(found, expected[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_rank_makes_of_accumulated_gradients_is_averaged_where_the_last_backward_leaves_them_out(
+    stage: int,
+) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        with engine.no_sync(), engine.forward():
+            (model.unused(torch.ones(1, 3)).sum() * (1 + comm.rank)).backward()
+        model.unused.bias.grad = model.unused.bias.grad / 4  # 1/4 and 2/4
+        with engine.forward():
+            model.norm(torch.ones(1, 10)).sum().backward()
+        torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.375))
+        torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 1.5))
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulated_gradients_that_have_changed_places_are_added_to_where_they_are(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        first, second = (block.up.bias for block in model.blocks)
+        with engine.no_sync(), engine.forward():
+            (first.sum() + 2 * second.sum()).backward()
+        first.grad, second.grad = second.grad, first.grad
+        with engine.backward():
+            (4 * first.sum() + 4 * second.sum()).backward()
+        assert [float(engine.averages.full(p)[0]) for p in (first, second)] == [6.0, 5.0]
+
+    on_two_ranks(stage, act)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -99,8 +99,11 @@ class Reductions:
         self._order.begin_backward()
         self.forget_settled()
         with no_interception():
-            for shard in self.shards:
-                shard.begin_backward()
+            # All are read before any is written: after `p.grad, q.grad = q.grad, p.grad`, one is where another goes.
+            given = [shard.begin_backward() for shard in self.shards]
+            for shard, grads in zip(self.shards, given, strict=True):
+                if grads:
+                    shard.replace_accumulated(grads)
 
     def forget_settled(self) -> None:
         """Notes that other ranks have begun another backward than the one that this rank has settled alone."""

@@ -7,7 +7,7 @@ read. On one rank, unless gradients rest in another tier, nothing is reduced.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -73,14 +73,24 @@ class GradientShard:
 
     # -- collect
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> dict[int, Tensor]:
         """Forgets gradients that earlier backwards have only accumulated on this rank, and that users have dropped
-        since, as `zero_grad` does."""
+        since, as `zero_grad` does. Returns copies of what users have put in their place, by index."""
+        if not (self.used or self.beside.kept):
+            return {}  # as nearly always
         grads = {index: self.group.slots[index].local.grad for index in self.used}
         for index in self.beside.kept.keys() - {at for at, grad in grads.items() if isinstance(grad, AveragedGradient)}:
             self.beside.drop(index)
-        plain = [at for at, grad in grads.items() if grad is not None and not isinstance(grad, AveragedGradient)]
+        plain = {at: grad for at, grad in grads.items() if grad is not None and not isinstance(grad, AveragedGradient)}
         self.used = {*plain, *self.beside.kept}  # what users have written into an average is there already
+        slots, averaged = self.group.slots, self.averaged
+        return {at: grad.clone() for at, grad in plain.items() if not averaged.is_shown(slots[at], grad)}
+
+    def replace_accumulated(self, given: Mapping[int, Tensor]) -> None:
+        """Has this backward add to what users have put in place of accumulated gradients."""
+        for index, grad in given.items():
+            slot = self.group.slots[index]
+            self._accumulate_locally(slot, _as_dense(grad, slot), carried=False)
 
     @contextmanager
     def kept_apart(self, slot: Slot) -> Iterator[None]:
@@ -114,13 +124,14 @@ class GradientShard:
             grad = self.beside.take(index)
         elif not again:
             averaged.editions[index] += 1
-        grad = _as_dense(grad, slot)
+        if grad.is_sparse or slot.is_sparse:
+            grad = _as_dense(grad, slot)
         if not self.travels:
             slot.local.grad = grad
         elif local and carried:
             self.beside.keep(slot, grad)
         elif local or not averaged.is_sharded or averaged.full_grad is not None:  # after one that was not reduced, too
-            self._accumulate_locally(slot, grad, carried)
+            self._accumulate_locally(slot, grad, carried=carried)
         else:
             if again:
                 grad = self._held[index] + grad
@@ -134,7 +145,7 @@ class GradientShard:
         """Notes whether the next average of a parameter is added to the one in owned_grad, or replaces it."""
         (self._carries.add if carried else self._carries.discard)(index)
 
-    def _accumulate_locally(self, slot: Slot, grad: Tensor, carried: bool) -> None:
+    def _accumulate_locally(self, slot: Slot, grad: Tensor, *, carried: bool) -> None:
         averaged = self.averaged
         view = slot.view(averaged.make_full() if averaged.full_grad is None else averaged.full_grad)
         if grad.data_ptr() == view.data_ptr() and grad.numel():
@@ -223,13 +234,16 @@ class GradientShard:
                     slot.view(averaged.full_grad).copy_(given)
 
     def _collect_beside(self) -> None:
-        """Collects what is beside averages that this backward has added nothing to."""
+        """Collects what is beside averages that this backward has added nothing to, unless users have dropped those
+        since it has failed."""
         for index, grad in self.beside.kept.items():
+            if not isinstance(self.group.slots[index].local.grad, AveragedGradient):
+                continue
             if self.averaged.is_sharded and self.averaged.full_grad is None:
                 self._carry(index, True)
                 self._held[index] = grad
             else:
-                self._accumulate_locally(self.group.slots[index], grad, True)
+                self._accumulate_locally(self.group.slots[index], grad, carried=True)
         self.beside.kept.clear()
 
     def _pack(self, chunk: Chunk, bucket: Bucket) -> Tensor:
