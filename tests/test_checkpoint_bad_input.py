@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -26,6 +27,7 @@ from jobs import Classifier, loader, state_of
 from lightning_zero import Checkpoint, ZeroStrategy, consolidate
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.checkpoint.save import _advice_for
+from lightning_zero.run import construction
 from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
 
 SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": PATIENCE}
@@ -166,8 +168,27 @@ class HasTokenizer(Classifier):
         self.tokenizer = checkpoint.get("tokenizer")
 
 
+class BuiltInShards(Classifier):
+    """Cut while it is built, and so is what it loads."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.save_hyperparameters({"lr": 1e-2})
+        self.losses, self.norms = [], []
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        with patch.object(construction, "LEAST_BYTES", 600):
+            made = Classifier()
+        for name, child in made.named_children():
+            self.add_module(name, child)
+        self.temperature = made.temperature
+
+
 MODELS: dict[str, type[Classifier]] = {
-    model.__name__: model for model in (Classifier, Other, Lenient, TwoOptimizers, OtherGroups, HasTokenizer)
+    model.__name__: model
+    for model in (Classifier, Other, Lenient, TwoOptimizers, OtherGroups, HasTokenizer, BuiltInShards)
 }
 
 
@@ -374,6 +395,18 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_whichever_reads_the_damage
     for error, path, (name, (_, expected)) in zip(told, paths, DAMAGES.items(), strict=True):
         assert re.search(re.escape(expected) if "(" in expected and "\\" not in expected else expected, error), name
         assert str(path) in error, name
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks_by_a_model_that_is_built_in_shards(
+    saved: Path, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    paths = []
+    for name in ("first weight flipped", "last weight flipped"):
+        paths.append(Path(shutil.copytree(saved / "a.ckpt", tmp_path / name.replace(" ", "_"))))
+        DAMAGES[name][0](paths[-1])
+    told = the_same(two_ranks.run(errors_of_resuming, SHARDED, paths, model="BuiltInShards"))
+    for error, name in zip(told, ("first weight flipped", "last weight flipped"), strict=True):
+        assert re.search(DAMAGES[name][1], error), error
 
 
 # -- a checkpoint of another model

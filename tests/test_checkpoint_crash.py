@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import itertools
 import math
 import os
@@ -470,6 +471,79 @@ def test_the_lock_of_a_killed_job_does_not_block_the_next_one(fresh: Callable[[]
     assert_next_save_works(path)
 
 
+def test_a_save_that_is_interrupted_by_hand_leaves_its_place_free(fresh: Callable[[], Path]) -> None:
+    """As by Ctrl-C, after which the process may go on: the lock is not to outlive the save."""
+    path = fresh() / "again"
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    trouble = Nth(10, interrupt)
+    with disk(path.parent, trouble), pytest.raises(KeyboardInterrupt) as held:  # its frames would hold the lock
+        save(LocalComm().board, path, 3)
+    assert ".again.saving" in str(trouble.path)
+    assert litter_in(path.parent) == []
+    assert save_on_threads(path, 4) == [None, None]
+    assert version_at(path) == 4
+    del held
+
+
+def test_a_lock_that_another_job_removes_as_it_is_taken_is_taken_anew(tmp_path: Path) -> None:
+    path, lock = tmp_path / "a", tmp_path / ".a.lock"
+    did: list[str] = []
+
+    def meanwhile(call: str, at: Any) -> None:
+        if not did and call == "flock":
+            did.append("removed")
+            lock.unlink()  # by its last holder, between this one's open and its lock
+        elif len(did) == 1 and ".saving" in str(at):
+            did.append("saved")
+            told.append(save_on_threads(path, 4, world=1)[0])
+
+    told: list[str | None] = []
+    with disk(tmp_path, meanwhile, thread="MainThread"):
+        save(LocalComm().board, path, 3)
+    assert did == ["removed", "saved"]
+    assert "another job is saving" in str(told[0])
+    assert version_at(path) == 3
+    assert litter_in(tmp_path) == []
+
+
+def test_a_lock_is_removed_by_who_holds_it(tmp_path: Path) -> None:
+    """Otherwise it might be that of another job, which has taken it in between."""
+    held: list[bool] = []
+
+    def look(call: str, at: Any) -> None:
+        if call == "unlink" and str(at).endswith(".lock"):
+            with Path(at).open("a") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held.append(True)
+
+    with disk(tmp_path, look):
+        assert save_on_threads(tmp_path / "a", 3) == [None, None]
+    assert held == [True]
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_what_users_put_beside_the_files_while_they_are_saved_over_stays(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    root = request.getfixturevalue("bucket") if kind == "bucket" else tmp_path
+    url = f"{BUCKET}/again" if kind == "bucket" else str(tmp_path / "again")
+    notes = root / "run|again|notes.txt" if kind == "bucket" else tmp_path / "again" / "notes.txt"
+    assert save_on_threads(url, 1) == [None, None]
+    put = Nth(12, lambda: notes.write_text("the learning rate was too high"))
+    with disk(root, put, thread="rank 0"):
+        assert save_on_threads(url, 3) == [None, None]
+    assert notes.read_text()
+    assert version_at(url) == 3
+    assert (
+        litter_in_bucket("again") == ["notes.txt"] if kind == "bucket" else litter_in(tmp_path) == ["again/notes.txt"]
+    )
+
+
 def test_many_jobs_that_save_to_one_path_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for _ in range(2):
@@ -844,13 +918,14 @@ def test_tensors_are_saved_in_the_background_as_they_were_when_save_was_called(t
         "own": Partial("own", {0: {"kept": LazyTensor(OfOneRank("own", own))}}),
     }
     saver = Saver(LocalComm().board, in_background=True)
-    edited = threading.Event()
+    edited, before = threading.Event(), set(threading.enumerate())
     with disk(tmp_path, lambda *_: edited.wait(HANGS), thread="lightning_zero saver"):
         saver.save(tree, str(tmp_path / "a"), {})
         for tensor in (spread, plain, own):
             tensor.fill_(7.0)
         edited.set()
         saver.wait()
+    assert set(threading.enumerate()) <= before
     found = StoredCheckpoint(tmp_path / "a").load()
     for value in (*found["state_dict"].values(), found["own"][0]["kept"]):
         assert torch.equal(value, torch.ones_like(value))
@@ -926,6 +1001,37 @@ def test_rank_0_that_cannot_tell_the_others_says_what_is_there_and_clears_up(
     assert expected in told
     assert version_at(tmp_path / "a") == version
     assert litter_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("slow", "rank"), [("open", 0), ("write", 1)], ids=["rank 0 reads headers", "rank 1 writes"])
+def test_a_rank_that_works_on_a_slow_disk_longer_than_the_timeout_is_not_lost(
+    slow: str, rank: int, tmp_path: Path
+) -> None:
+    calls = []
+
+    def sleep(call: str, path: Any) -> None:
+        if call == slow and "shard-" in str(path):
+            calls.append(path)
+            time.sleep(BUSY / 3)
+
+    with disk(tmp_path, sleep, thread=f"rank {rank}"):
+        assert save_on_threads(tmp_path / "a", 3, world=4, wait_timeout=BUSY) == [None] * 4
+    assert len(calls) > 3
+    assert version_at(tmp_path / "a") == 3
+
+
+@pytest.mark.parametrize("nbytes", [100, 50_000])
+def test_a_shard_that_rank_0_does_not_see_to_its_end_is_no_part_of_a_checkpoint(nbytes: int, tmp_path: Path) -> None:
+    def cut(call: str, path: Any) -> None:
+        if call == "stat" and "shard-00001" in str(path) and str(path).endswith(".safetensors"):
+            os.truncate(path, nbytes)
+
+    with disk(tmp_path, cut, thread="rank 0"):
+        found = save_on_threads(tmp_path / "a", 3)
+    assert found[0] == found[1]
+    assert "is shorter than rank 1 wrote it" in str(found[0])
+    assert UNTOUCHED in str(found[0])
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_tensor_that_ranks_hold_in_other_dtypes_is_an_error_on_all(tmp_path: Path) -> None:

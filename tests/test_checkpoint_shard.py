@@ -364,6 +364,41 @@ def test_a_flipped_bit_in_any_file_is_found_by_whoever_resumes(checkpoint: Path)
                 resume_from(checkpoint)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_what_nobody_reads_who_resumes_is_verified_by_one_rank(parts: int, tmp_path: Path) -> None:
+    tree = {"callbacks": {name: torch.arange(5) for name in "abcd"}, "random": torch.ones(3), "mine": Fraction(1, 3)}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "a"), {})
+    manifest = StoredCheckpoint(tmp_path / "a").manifest
+    shard, objects = (next((tmp_path / "a").glob(f"*.{kind}")) for kind in ("safetensors", "pt"))
+    damages = [(shard, 8 * 40), (objects, 8 * 40)]
+    damages += [(shard, 8 * entry.pieces[0].offset) for entry in manifest.tensors.values()]
+    assert len(damages) == 7
+    for file, bit in damages:
+        with flipped(file, bit):
+            told = [error_of_part(tmp_path / "a", part, parts) for part in range(parts)]
+        (problem,) = [error for error in told if error is not None]
+        assert f"{file.name} is damaged" in problem
+    assert [error_of_part(tmp_path / "a", part, parts) for part in range(parts)] == [None] * parts
+
+
+def error_of_part(path: Path, part: int, parts: int) -> str | None:
+    with contextlib.closing(StoredCheckpoint(path)) as found:
+        try:
+            found.verify_rest(part, parts)
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def test_what_is_left_out_is_told_of_the_last_reading_alone(checkpoint: Path) -> None:
+    with contextlib.closing(StoredCheckpoint(checkpoint)) as found:
+        for _ in range(2):
+            found.load()
+            assert found.left_out == ["fractions.Fraction"]
+        found.load(objects=True)
+        assert found.told_left_out is None
+
+
 def test_the_text_that_says_what_the_folder_is_is_nobodys_data(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     text = (folder / README).read_text()
@@ -500,6 +535,19 @@ def test_a_disk_that_takes_nothing_more_is_an_error_and_not_a_loop() -> None:
 
     with pytest.raises(CheckpointError, match="cannot write somewhere: wrote nothing of 3 bytes"):
         stream_to(Full()).write(b"abc")
+
+
+def test_what_waits_for_the_disk_is_synced_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the sync at the end is short, in which other ranks wait."""
+    synced = []
+    monkeypatch.setattr("lightning_zero.checkpoint.draft.os.fsync", lambda _: synced.append(raw.tell()))
+    monkeypatch.setattr(Stream, "SYNC_BYTES", 100)
+    with io.FileIO(tmp_path / "a", "w") as raw:
+        stream = Stream(raw, str(tmp_path / "a"), has_disk=True)
+        for _ in range(8):
+            stream.write(bytes(60))
+        stream.sync()
+    assert synced == [120, 240, 360, 480, 480]
 
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,8 @@ class LocalDraft(Draft):
 
     def _join(self, manifest: bytes) -> list[str]:
         """Moves the new files beside the old ones, then replaces the manifest."""
-        old = [name for name in self.folder.names() if name not in (MANIFEST, README)]
+        # What others have put there since `claim` stays.
+        old = [name for name in self.folder.names() if OURS.fullmatch(name) and name not in (MANIFEST, README)]
         new = [path.name for path in self._beside.iterdir() if path.name not in (MANIFEST, README)]
         with self._committing(manifest, undo=lambda: self._remove(new)):
             for name in (*new, README):
