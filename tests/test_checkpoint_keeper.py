@@ -64,14 +64,16 @@ def test_a_link_shows_the_latest_checkpoint_when_that_is_the_one_saved_before_at
         made = [
             keeper.link_latest(link, str(tmp_path / "a"), 3),  # another callback's: older than what is asked for
             keeper.link_latest(link, str(tmp_path / "b"), 4),
+            keeper.link_latest(str(tmp_path / "b"), str(tmp_path / "b"), 3),  # the last is called as the best
             keeper.link_latest(str(tmp_path / "elsewhere" / "last"), str(tmp_path / "b"), 3),
             keeper.link_latest(link, str(tmp_path / "b"), 3),
         ]
         keeper.saver.wait()
         return made
 
-    assert on_ranks(do, in_background=in_background) == [[False, False, False, True]] * 2
+    assert on_ranks(do, in_background=in_background) == [[False, False, False, False, True]] * 2
     assert shown_by(tmp_path / "last") == "b"
+    assert jobs.version_at(tmp_path / "b") == 3
 
 
 @IN_BACKGROUND

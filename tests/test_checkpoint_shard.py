@@ -8,6 +8,7 @@ import math
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -488,6 +489,20 @@ def test_checksums_of_another_file_are_refused(checkpoint: Path) -> None:
     vars(found.manifest)["files"] = (swapped, second, *rest)
     with pytest.raises(CheckpointError, match=r"\.crc32 has checksums of another file|is damaged"):
         found.load()
+
+
+@pytest.mark.parametrize("cut_to", [-4, None])
+def test_checksums_of_more_or_fewer_blocks_are_those_of_another_file(
+    cut_to: int | None, checkpoint: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    found = StoredCheckpoint(path)
+    first, *rest = found.manifest.files
+    table = (path / first.checks).read_bytes()[:cut_to] + (b"more" if cut_to is None else b"")
+    (path / first.checks).write_bytes(table)
+    vars(found.manifest)["files"] = (first._replace(checks_crc32=zlib.crc32(table)), *rest)
+    with contextlib.closing(found), pytest.raises(CheckpointError, match=r"\.crc32 has checksums of another file"):
+        found.verify_rest(0, 1)
 
 
 def test_bytes_that_belong_to_no_tensor_are_told(tmp_path: Path) -> None:
