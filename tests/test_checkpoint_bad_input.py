@@ -229,6 +229,10 @@ def test_what_is_no_place_for_a_checkpoint_is_named_on_all_ranks(folder: Path, t
         folder: f"{folder} is a folder that is not a checkpoint (it holds a.ckpt, full.ckpt, photos).",
         folder / "full.ckpt" / "below": f"cannot write to {folder}/full.ckpt: ",
         folder / "a.ckpt" / "manifest.json": f"{folder}/a.ckpt/manifest.json is a file, and a sharded",
+        folder
+        / "a.ckpt"
+        / "best"
+        / "b.ckpt": f"{folder}/a.ckpt is a checkpoint, and nothing else may be written there.",
         "/proc/nowhere/a.ckpt": "cannot write to /proc/nowhere: ",
     }
     told = the_same(two_ranks.run(errors_of_saving, SHARDED, list(paths)))
@@ -238,9 +242,11 @@ def test_what_is_no_place_for_a_checkpoint_is_named_on_all_ranks(folder: Path, t
 
 
 def test_a_single_file_does_not_take_the_place_of_a_folder(folder: Path, two_ranks: RankPool) -> None:
-    (told,) = the_same(two_ranks.run(errors_of_saving, FULL, [folder / "a.ckpt"]))
+    paths = [folder / "a.ckpt", folder / "a.ckpt" / "b.ckpt"]
+    told, inside = the_same(two_ranks.run(errors_of_saving, FULL, paths))
     assert told.startswith("CheckpointError: rank 0: ")
     assert f"{folder}/a.ckpt is a folder" in told
+    assert f"{folder}/a.ckpt is a checkpoint, and nothing else may be written there." in inside
     assert verify(folder / "a.ckpt") == []
     assert not [name for name in os.listdir(folder / "a.ckpt") if name.startswith("tmp")]
 
