@@ -84,8 +84,8 @@ class Draft(ABC):
         return LocalDraft(folder, token) if folder.is_local else UploadedDraft(folder, token)
 
     def claim(self) -> None:
-        """Claims the place for new files. Raises CheckpointError when something else than a checkpoint is there, when it
-        is inside of another one, or when another job writes there; then there is nothing to close."""
+        """Claims the place for new files. Raises CheckpointError when something else than a checkpoint is there, when
+        it is inside of another one, or when another job writes there; then there is nothing to close."""
         folder = self.folder
         if folder.is_file:
             raise CheckpointError(
