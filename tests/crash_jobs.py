@@ -293,7 +293,7 @@ class Nth:
         lasts: do it before all later calls, too.
     """
 
-    def __init__(self, number: int | None, action: Callable[[], None], *, lasts: bool = False) -> None:
+    def __init__(self, number: int | None, action: Callable[[], Any], *, lasts: bool = False) -> None:
         self._number = number  # None: of no call
         self._action = action
         self._lasts = lasts

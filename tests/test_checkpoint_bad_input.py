@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -26,6 +27,7 @@ from jobs import Classifier, loader, state_of
 from lightning_zero import Checkpoint, ZeroStrategy, consolidate
 from lightning_zero.checkpoint import StoredCheckpoint, verify
 from lightning_zero.checkpoint.save import _advice_for
+from lightning_zero.run import construction
 from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
 
 SHARDED: dict[str, Any] = {"stage": 3, "wait_timeout": PATIENCE}
@@ -166,8 +168,27 @@ class HasTokenizer(Classifier):
         self.tokenizer = checkpoint.get("tokenizer")
 
 
+class BuiltInShards(Classifier):
+    """Cut while it is built, and so is what it loads."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.save_hyperparameters({"lr": 1e-2})
+        self.losses, self.norms = [], []
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        with patch.object(construction, "LEAST_BYTES", 600):
+            made = Classifier()
+        for name, child in made.named_children():
+            self.add_module(name, child)
+        self.temperature = made.temperature
+
+
 MODELS: dict[str, type[Classifier]] = {
-    model.__name__: model for model in (Classifier, Other, Lenient, TwoOptimizers, OtherGroups, HasTokenizer)
+    model.__name__: model
+    for model in (Classifier, Other, Lenient, TwoOptimizers, OtherGroups, HasTokenizer, BuiltInShards)
 }
 
 
@@ -208,6 +229,10 @@ def test_what_is_no_place_for_a_checkpoint_is_named_on_all_ranks(folder: Path, t
         folder: f"{folder} is a folder that is not a checkpoint (it holds a.ckpt, full.ckpt, photos).",
         folder / "full.ckpt" / "below": f"cannot write to {folder}/full.ckpt: ",
         folder / "a.ckpt" / "manifest.json": f"{folder}/a.ckpt/manifest.json is a file, and a sharded",
+        folder
+        / "a.ckpt"
+        / "best"
+        / "b.ckpt": f"{folder}/a.ckpt is a checkpoint, and nothing else may be written there.",
         "/proc/nowhere/a.ckpt": "cannot write to /proc/nowhere: ",
     }
     told = the_same(two_ranks.run(errors_of_saving, SHARDED, list(paths)))
@@ -217,9 +242,11 @@ def test_what_is_no_place_for_a_checkpoint_is_named_on_all_ranks(folder: Path, t
 
 
 def test_a_single_file_does_not_take_the_place_of_a_folder(folder: Path, two_ranks: RankPool) -> None:
-    (told,) = the_same(two_ranks.run(errors_of_saving, FULL, [folder / "a.ckpt"]))
+    paths = [folder / "a.ckpt", folder / "a.ckpt" / "b.ckpt"]
+    told, inside = the_same(two_ranks.run(errors_of_saving, FULL, paths))
     assert told.startswith("CheckpointError: rank 0: ")
     assert f"{folder}/a.ckpt is a folder" in told
+    assert f"{folder}/a.ckpt is a checkpoint, and nothing else may be written there." in inside
     assert verify(folder / "a.ckpt") == []
     assert not [name for name in os.listdir(folder / "a.ckpt") if name.startswith("tmp")]
 
@@ -374,6 +401,18 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_whichever_reads_the_damage
     for error, path, (name, (_, expected)) in zip(told, paths, DAMAGES.items(), strict=True):
         assert re.search(re.escape(expected) if "(" in expected and "\\" not in expected else expected, error), name
         assert str(path) in error, name
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks_by_a_model_that_is_built_in_shards(
+    saved: Path, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    paths = []
+    for name in ("first weight flipped", "last weight flipped"):
+        paths.append(Path(shutil.copytree(saved / "a.ckpt", tmp_path / name.replace(" ", "_"))))
+        DAMAGES[name][0](paths[-1])
+    told = the_same(two_ranks.run(errors_of_resuming, SHARDED, paths, model="BuiltInShards"))
+    for error, name in zip(told, ("first weight flipped", "last weight flipped"), strict=True):
+        assert re.search(DAMAGES[name][1], error), error
 
 
 # -- a checkpoint of another model

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import fcntl
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,10 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import buckets  # noqa: F401  registers bucket://
 import crash_jobs as jobs
-from crash_jobs import Job, Nth, Strip, disk, save_on_threads, version_at
+from crash_jobs import Job, Nth, Strip, disk, save, save_on_threads, version_at
 from lightning_zero.checkpoint import (
     CheckpointError,
     CheckpointKeeper,
@@ -34,7 +37,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.folder import hidden_beside
 from lightning_zero.checkpoint.manifest import read_manifest
-from lightning_zero.views.lazy import LazyTensor
+from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial
 from lightning_zero.wire.board import AgreementError, Board
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
@@ -468,6 +471,79 @@ def test_the_lock_of_a_killed_job_does_not_block_the_next_one(fresh: Callable[[]
     assert_next_save_works(path)
 
 
+def test_a_save_that_is_interrupted_by_hand_leaves_its_place_free(fresh: Callable[[], Path]) -> None:
+    """As by Ctrl-C, after which the process may go on: the lock is not to outlive the save."""
+    path = fresh() / "again"
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    trouble = Nth(10, interrupt)
+    with disk(path.parent, trouble), pytest.raises(KeyboardInterrupt) as held:  # its frames would hold the lock
+        save(LocalComm().board, path, 3)
+    assert ".again.saving" in str(trouble.path)
+    assert litter_in(path.parent) == []
+    assert save_on_threads(path, 4) == [None, None]
+    assert version_at(path) == 4
+    del held
+
+
+def test_a_lock_that_another_job_removes_as_it_is_taken_is_taken_anew(tmp_path: Path) -> None:
+    path, lock = tmp_path / "a", tmp_path / ".a.lock"
+    did: list[str] = []
+
+    def meanwhile(call: str, at: Any) -> None:
+        if not did and call == "flock":
+            did.append("removed")
+            lock.unlink()  # by its last holder, between this one's open and its lock
+        elif len(did) == 1 and ".saving" in str(at):
+            did.append("saved")
+            told.append(save_on_threads(path, 4, world=1)[0])
+
+    told: list[str | None] = []
+    with disk(tmp_path, meanwhile, thread="MainThread"):
+        save(LocalComm().board, path, 3)
+    assert did == ["removed", "saved"]
+    assert "another job is saving" in str(told[0])
+    assert version_at(path) == 3
+    assert litter_in(tmp_path) == []
+
+
+def test_a_lock_is_removed_by_who_holds_it(tmp_path: Path) -> None:
+    """Otherwise it might be that of another job, which has taken it in between."""
+    held: list[bool] = []
+
+    def look(call: str, at: Any) -> None:
+        if call == "unlink" and str(at).endswith(".lock"):
+            with Path(at).open("a") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held.append(True)
+
+    with disk(tmp_path, look):
+        assert save_on_threads(tmp_path / "a", 3) == [None, None]
+    assert held == [True]
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_what_users_put_beside_the_files_while_they_are_saved_over_stays(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    root = request.getfixturevalue("bucket") if kind == "bucket" else tmp_path
+    url = f"{BUCKET}/again" if kind == "bucket" else str(tmp_path / "again")
+    notes = root / "run|again|notes.txt" if kind == "bucket" else tmp_path / "again" / "notes.txt"
+    assert save_on_threads(url, 1) == [None, None]
+    put = Nth(12, lambda: notes.write_text("the learning rate was too high"))
+    with disk(root, put, thread="rank 0"):
+        assert save_on_threads(url, 3) == [None, None]
+    assert notes.read_text()
+    assert version_at(url) == 3
+    assert (
+        litter_in_bucket("again") == ["notes.txt"] if kind == "bucket" else litter_in(tmp_path) == ["again/notes.txt"]
+    )
+
+
 def test_many_jobs_that_save_to_one_path_leave_one_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a"
     for _ in range(2):
@@ -832,6 +908,145 @@ def test_objects_are_saved_in_the_background_as_they_were_when_save_was_called(t
         mine.word = "after"
         saver.wait()
     assert StoredCheckpoint(tmp_path / "a").load(objects=True)["mine"].word == "before"
+
+
+def test_tensors_are_saved_in_the_background_as_they_were_when_save_was_called(tmp_path: Path) -> None:
+    """Whoever holds them: ranks together, rank 0 for all, or one rank its own."""
+    spread, plain, own = torch.ones(8), torch.ones(3), torch.ones(2)
+    tree = {
+        "state_dict": {"spread": LazyTensor(Strip("spread", spread, 0, 1)), "plain": plain},
+        "own": Partial("own", {0: {"kept": LazyTensor(OfOneRank("own", own))}}),
+    }
+    saver = Saver(LocalComm().board, in_background=True)
+    edited, before = threading.Event(), set(threading.enumerate())
+    with disk(tmp_path, lambda *_: edited.wait(HANGS), thread="lightning_zero saver"):
+        saver.save(tree, str(tmp_path / "a"), {})
+        for tensor in (spread, plain, own):
+            tensor.fill_(7.0)
+        edited.set()
+        saver.wait()
+    assert set(threading.enumerate()) <= before
+    found = StoredCheckpoint(tmp_path / "a").load()
+    for value in (*found["state_dict"].values(), found["own"][0]["kept"]):
+        assert torch.equal(value, torch.ones_like(value))
+
+
+def test_the_copy_that_is_saved_in_the_background_is_gone_as_the_save_is_complete(tmp_path: Path) -> None:
+    copies: list[weakref.ref[Tensor]] = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = super().__torch_function__(func, types, args, kwargs)
+            if func is Tensor.to:
+                copies.append(weakref.ref(made))
+            return made
+
+    strip = Strip("w", torch.ones(8).as_subclass(Watched), 0, 1)
+    saver = Saver(LocalComm().board, in_background=True)
+    are_alive: list[list[bool]] = []
+
+    def look(*_: Any) -> None:
+        are_alive.append([copy() is not None for copy in copies])
+
+    watching = threading.Event()
+    with disk(tmp_path, lambda *_: watching.wait(HANGS), thread="lightning_zero saver"):
+        saver.save({"state_dict": {"w": LazyTensor(strip)}}, str(tmp_path / "a"), {})
+        look()
+        saver._futures[-1].add_done_callback(look)  # called in the thread, before the executor forgets the task
+        watching.set()
+        saver.wait()
+    assert are_alive == [[True], [False]]
+
+
+def test_a_rank_whose_disk_stops_in_the_background_counts_as_lost_though_its_other_thread_lives(
+    tmp_path: Path,
+) -> None:
+    released = threading.Event()
+
+    def stop(_: str, path: Any) -> None:
+        if "shard-00001" in str(path):
+            released.wait(6 * BUSY)
+
+    def rank_main(comm: Comm) -> str | None:
+        saver = Saver(comm.board, in_background=True)
+        saver.save(jobs.tree_of(1, comm.rank, 2), str(tmp_path / "a"), {})
+        if comm.rank == 0:
+            saver._futures[-1].add_done_callback(lambda _: released.set())
+        return jobs.error_of(saver.muster)
+
+    with disk(tmp_path, stop, thread="lightning_zero saver"):
+        found = ThreadWorld(2, wait_timeout=BUSY).run(rank_main)
+    assert found[0] == found[1]
+    assert "ranks [1] stopped while they saved" in str(found[0])
+    assert UNTOUCHED in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("topic", "expected", "version"),
+    [("save/verdict", "rank 0 has died", 1), ("is written/verdict", "The new checkpoint is complete.", 2)],
+)
+def test_rank_0_that_cannot_tell_the_others_says_what_is_there_and_clears_up(
+    topic: str, expected: str, version: int, tmp_path: Path
+) -> None:
+    def fail(_: str, key: str) -> None:
+        if key.endswith(topic):
+            raise dist.DistNetworkError("the connection is closed")
+
+    assert save_on_threads(tmp_path / "a", 1, world=1) == [None]
+    board = LocalComm().board
+    board._store = jobs.Announced(board._store, fail)  # type: ignore[assignment]
+    told = jobs.error_of(lambda: save(board, tmp_path / "a", 2))
+    assert told is not None
+    assert expected in told
+    assert version_at(tmp_path / "a") == version
+    assert litter_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("slow", "rank"), [("open", 0), ("write", 1)], ids=["rank 0 reads headers", "rank 1 writes"])
+def test_a_rank_that_works_on_a_slow_disk_longer_than_the_timeout_is_not_lost(
+    slow: str, rank: int, tmp_path: Path
+) -> None:
+    calls = []
+
+    def sleep(call: str, path: Any) -> None:
+        if call == slow and "shard-" in str(path):
+            calls.append(path)
+            time.sleep(BUSY / 3)
+
+    with disk(tmp_path, sleep, thread=f"rank {rank}"):
+        assert save_on_threads(tmp_path / "a", 3, world=4, wait_timeout=BUSY) == [None] * 4
+    assert len(calls) > 3
+    assert version_at(tmp_path / "a") == 3
+
+
+@pytest.mark.parametrize("nbytes", [100, 50_000])
+def test_a_shard_that_rank_0_does_not_see_to_its_end_is_no_part_of_a_checkpoint(nbytes: int, tmp_path: Path) -> None:
+    def cut(call: str, path: Any) -> None:
+        if call == "stat" and "shard-00001" in str(path) and str(path).endswith(".safetensors"):
+            os.truncate(path, nbytes)
+
+    with disk(tmp_path, cut, thread="rank 0"):
+        found = save_on_threads(tmp_path / "a", 3)
+    assert found[0] == found[1]
+    assert "is shorter than rank 1 wrote it" in str(found[0])
+    assert UNTOUCHED in str(found[0])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tensor_that_ranks_hold_in_other_dtypes_is_an_error_on_all(tmp_path: Path) -> None:
+    """Those of one size, too: the bytes of one would be read as the other."""
+
+    def rank_main(comm: Comm) -> str | None:
+        dtype = torch.bfloat16 if comm.rank else torch.float16
+        tree = {"w": LazyTensor(Strip("w", torch.ones(8, dtype=dtype), comm.rank, 2))}
+        return jobs.error_of(lambda: Saver(comm.board).save(tree, str(tmp_path / "a"), {}))
+
+    found = ThreadWorld(2).run(rank_main)
+    assert found[0] == found[1]
+    assert "the pieces of 'w' are of several dtypes: torch.float16, torch.bfloat16" in str(found[0])
+    assert UNTOUCHED in str(found[0])
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_save_in_the_background_that_fails_keeps_what_was_to_go(fresh: Callable[[], Path]) -> None:

@@ -64,14 +64,16 @@ def test_a_link_shows_the_latest_checkpoint_when_that_is_the_one_saved_before_at
         made = [
             keeper.link_latest(link, str(tmp_path / "a"), 3),  # another callback's: older than what is asked for
             keeper.link_latest(link, str(tmp_path / "b"), 4),
+            keeper.link_latest(str(tmp_path / "b"), str(tmp_path / "b"), 3),  # the last is called as the best
             keeper.link_latest(str(tmp_path / "elsewhere" / "last"), str(tmp_path / "b"), 3),
             keeper.link_latest(link, str(tmp_path / "b"), 3),
         ]
         keeper.saver.wait()
         return made
 
-    assert on_ranks(do, in_background=in_background) == [[False, False, False, True]] * 2
+    assert on_ranks(do, in_background=in_background) == [[False, False, False, False, True]] * 2
     assert shown_by(tmp_path / "last") == "b"
+    assert jobs.version_at(tmp_path / "b") == 3
 
 
 @IN_BACKGROUND
@@ -261,6 +263,34 @@ def test_no_link_shows_what_could_not_be_saved(tmp_path: Path, monkeypatch: pyte
         assert "No space left on device" in failed
         assert not made
     assert os.listdir(tmp_path) == []
+
+
+def test_a_link_is_moved_when_what_it_is_to_show_is_complete_and_not_if_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+        keeper.saver.together("wait", keeper.saver.wait)
+        if comm.rank == 0:
+            monkeypatch.setattr(LocalDraft, "commit", fail)
+        keeper.saver.together("break", dict)
+        save(keeper, comm, tmp_path / "b", 4)
+        keeper.remove(str(tmp_path / "a"))
+        return jobs.error_of(lambda: keeper.saver.together("wait", keeper.saver.wait))
+
+    def fail(draft: Draft, manifest: bytes) -> None:
+        time.sleep(0.2)  # in which a link that does not wait would be moved
+        shown.append(shown_by(tmp_path / "last"))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for told in on_ranks(do, in_background=True):
+        assert "No space left on device" in str(told)
+    assert shown == ["a"]
+    assert shown_by(tmp_path / "last") == "a"
+    assert jobs.version_at(tmp_path / "a") == 3
 
 
 def test_what_made_users_save_is_told_where_the_save_fails_too(tmp_path: Path) -> None:

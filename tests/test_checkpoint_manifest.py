@@ -262,6 +262,7 @@ HOSTILE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a file that is not there": (("tensors", "cut", "pieces", 1, 0), 2, "file 2 of 2"),
     "a file far away": (("tensors", "cut", "pieces", 1, 0), HUGE, "file 10+ of 2"),
     "bytes that two pieces share": (("tensors", "boxed", "pieces", 0, 1), 122, r"share bytes of a\.safetensors"),
+    "a byte that two pieces share": (("tensors", "boxed", "pieces", 0, 1), 123, r"share bytes of a\.safetensors"),
     "three numbers": (("tensors", "cut", "pieces", 0), [0, 100, 0], "."),
     "half a box": (("tensors", "boxed", "pieces", 0), [0, 124, 0, 4, [0, 0]], "."),
     "three quarters of a box": (("tensors", "boxed", "pieces", 0), [0, 124, 0, 4, [0, 0], [2, 2], 0], "."),

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from lightning_zero.wire.comm import Comm
 from models import seeded
 from random_models import Place as Forward
 from random_models import Spec, build, specs
+from ranks import SHORT
 from thread_world import ThreadWorld
 
 STAGES, WORLDS = [0, 1, 2, 3], [1, 2, 3, 4, 8]
@@ -734,6 +736,50 @@ def test_damage_is_told_alike_on_every_rank(start: nn.Module, tmp_path: Path) ->
     told = Place(3, 3).run(on_rank)
     assert len(set(told)) == 1
     assert file.name in told[0]
+
+
+def test_one_rank_alone_may_read_into_other_tensors_while_all_load_the_model(
+    start: nn.Module, saved_at: Callable[[Place], Saved]
+) -> None:
+    saved = saved_at(Place(2, 2))
+
+    def on_rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        model, checkpoint = strange(start, comm.rank), StoredCheckpoint(saved.path)
+        weights = checkpoint.tree()["state_dict"]
+        name, lazy = next((name, weights[name]) for name, _ in model.named_parameters())
+        mine, later = torch.zeros(lazy.shape), model.get_parameter(name)
+        if comm.rank == 1:
+            with contextlib.suppress(KeyError), checkpoint.reading_together(model, comm):
+                mine.copy_(lazy)
+                raise KeyError("as a hook of users may")
+            with torch.no_grad():  # and into those of the model, when that is over
+                later.copy_(lazy)
+        torch.testing.assert_close(lazy.source.whole(), saved.states["state_dict"][name], rtol=0, atol=0)
+        return mine, later.detach()
+
+    mine, later = ThreadWorld(2, wait_timeout=SHORT).run(on_rank)[1]
+    assert torch.equal(mine, later)
+    assert mine.count_nonzero()
+
+
+def test_who_has_waited_in_vain_for_a_tensor_does_not_wait_for_the_others(
+    start: nn.Module, saved_at: Callable[[Place], Saved]
+) -> None:
+    saved = saved_at(Place(2, 2))
+
+    def on_rank(comm: Comm) -> float:
+        if comm.rank == 1:
+            return 0.0
+        model, checkpoint = strange(start, comm.rank), StoredCheckpoint(saved.path)
+        weights = checkpoint.tree()["state_dict"]
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"Ranks \[1\] never came"), checkpoint.reading_together(model, comm):
+            model.load_state_dict(weights)
+        return time.monotonic() - started
+
+    wait = 2.0
+    assert len(start.state_dict()) > 5
+    assert wait < ThreadWorld(2, wait_timeout=wait).run(on_rank)[0] < 4 * wait
 
 
 def test_a_save_over_an_older_checkpoint_leaves_only_the_new_one(start: nn.Module, tmp_path: Path) -> None:

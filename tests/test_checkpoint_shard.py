@@ -8,6 +8,7 @@ import math
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -364,6 +365,41 @@ def test_a_flipped_bit_in_any_file_is_found_by_whoever_resumes(checkpoint: Path)
                 resume_from(checkpoint)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_what_nobody_reads_who_resumes_is_verified_by_one_rank(parts: int, tmp_path: Path) -> None:
+    tree = {"callbacks": {name: torch.arange(5) for name in "abcd"}, "random": torch.ones(3), "mine": Fraction(1, 3)}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "a"), {})
+    manifest = StoredCheckpoint(tmp_path / "a").manifest
+    shard, objects = (next((tmp_path / "a").glob(f"*.{kind}")) for kind in ("safetensors", "pt"))
+    damages = [(shard, 8 * 40), (objects, 8 * 40)]
+    damages += [(shard, 8 * entry.pieces[0].offset) for entry in manifest.tensors.values()]
+    assert len(damages) == 7
+    for file, bit in damages:
+        with flipped(file, bit):
+            told = [error_of_part(tmp_path / "a", part, parts) for part in range(parts)]
+        (problem,) = [error for error in told if error is not None]
+        assert f"{file.name} is damaged" in problem
+    assert [error_of_part(tmp_path / "a", part, parts) for part in range(parts)] == [None] * parts
+
+
+def error_of_part(path: Path, part: int, parts: int) -> str | None:
+    with contextlib.closing(StoredCheckpoint(path)) as found:
+        try:
+            found.verify_rest(part, parts)
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def test_what_is_left_out_is_told_of_the_last_reading_alone(checkpoint: Path) -> None:
+    with contextlib.closing(StoredCheckpoint(checkpoint)) as found:
+        for _ in range(2):
+            found.load()
+            assert found.left_out == ["fractions.Fraction"]
+        found.load(objects=True)
+        assert found.told_left_out is None
+
+
 def test_the_text_that_says_what_the_folder_is_is_nobodys_data(checkpoint: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     text = (folder / README).read_text()
@@ -455,6 +491,20 @@ def test_checksums_of_another_file_are_refused(checkpoint: Path) -> None:
         found.load()
 
 
+@pytest.mark.parametrize("cut_to", [-4, None])
+def test_checksums_of_more_or_fewer_blocks_are_those_of_another_file(
+    cut_to: int | None, checkpoint: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    found = StoredCheckpoint(path)
+    first, *rest = found.manifest.files
+    table = (path / first.checks).read_bytes()[:cut_to] + (b"more" if cut_to is None else b"")
+    (path / first.checks).write_bytes(table)
+    vars(found.manifest)["files"] = (first._replace(checks_crc32=zlib.crc32(table)), *rest)
+    with contextlib.closing(found), pytest.raises(CheckpointError, match=r"\.crc32 has checksums of another file"):
+        found.verify_rest(0, 1)
+
+
 def test_bytes_that_belong_to_no_tensor_are_told(tmp_path: Path) -> None:
     reader = write(tmp_path, [cut("w", torch.ones(5), [0, 5])])
     (file,) = reader.manifest.files
@@ -500,6 +550,19 @@ def test_a_disk_that_takes_nothing_more_is_an_error_and_not_a_loop() -> None:
 
     with pytest.raises(CheckpointError, match="cannot write somewhere: wrote nothing of 3 bytes"):
         stream_to(Full()).write(b"abc")
+
+
+def test_what_waits_for_the_disk_is_synced_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the sync at the end is short, in which other ranks wait."""
+    synced = []
+    monkeypatch.setattr("lightning_zero.checkpoint.draft.os.fsync", lambda _: synced.append(raw.tell()))
+    monkeypatch.setattr(Stream, "SYNC_BYTES", 100)
+    with io.FileIO(tmp_path / "a", "w") as raw:
+        stream = Stream(raw, str(tmp_path / "a"), has_disk=True)
+        for _ in range(8):
+            stream.write(bytes(60))
+        stream.sync()
+    assert synced == [120, 240, 360, 480, 480]
 
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,3 +282,10 @@ def test_each_fit_says_once_what_it_saves_and_files_take_the_place_of_shards(
 def test_a_single_file_is_not_written_in_the_place_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is a folder .*Remove it"):
         refuse_place(tmp_path, replaces_shards=False)
+
+
+def test_a_single_file_takes_the_place_of_no_folder_of_something_else(tmp_path: Path) -> None:
+    """Of shards alone, where each run chooses: what is replaced is deleted."""
+    (tmp_path / "cat.jpeg").touch()
+    with pytest.raises(CheckpointError, match=r"is a folder that is not a checkpoint \(it holds cat\.jpeg\)"):
+        refuse_place(tmp_path, replaces_shards=True)

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import pickle
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from datetime import timedelta
@@ -284,6 +285,12 @@ def test_a_tensor_that_ranks_write_together_gives_its_name_to_nothing_else() -> 
         Encoder().encode({"model:a": torch.ones(1), "state_dict": {"a": lazy("model:a")}})
 
 
+def quantised() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to leave them out
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
 OBJECTS = {
     "enum": Colour.RED,
     "named tuple": Pair(1, 2),
@@ -295,6 +302,7 @@ OBJECTS = {
     "integer of its own": Level.LOW,
     "sparse tensor": torch.eye(2).to_sparse(),
     "meta tensor": torch.empty(2, device="meta"),
+    "quantised tensor": quantised(),
     "tensor of its own": torch.ones(2).as_subclass(type("Own", (Tensor,), {})),
     "dtype of numpy": numpy.dtype("f4"),
 }
@@ -367,6 +375,34 @@ def test_partials_of_all_ranks_become_one_dictionary_in_the_order_of_its_keys() 
     assert list(found) == [0, 1, 2]
     assert [state["step"] for state in found.values()] == [1.5, None, 1]
     assert [state["moment"].source.name for state in found.values()] == ["m0", "m1", "m2"]
+
+
+def test_of_what_several_ranks_have_that_of_the_first_counts() -> None:
+    ranks: list[dict[Any, Any]] = [{"count": rank, 0: {"step": rank, rank: "own"}} for rank in range(3)]
+    encoders = [Encoder() for _ in ranks]
+    for encoder, items in zip(encoders, ranks, strict=True):
+        encoder.encode(Partial("p", items))
+    merged = through_json(merge(through_json(encoder.partials["p"]) for encoder in encoders))
+    assert decode(merged) == {"count": 0, 0: {"step": 0, 0: "own", 1: "own", 2: "own"}}
+
+
+def test_a_key_of_one_ranks_items_may_look_like_ours() -> None:
+    encoder = Encoder()
+    encoder.encode(Partial("p", {0: {"$": "tensor", "name": "none"}}))
+    merged = through_json(merge([through_json(encoder.partials["p"])]))
+    assert decode(merged) == {0: {"$": "tensor", "name": "none"}}
+
+
+def test_a_tensor_before_and_behind_the_items_of_a_rank_is_written_once() -> None:
+    encoder, tensor = Encoder(), torch.ones(2)
+    encoded = encoder.encode({"before": tensor, "own": Partial("own", {0: {"kept": torch.ones(3)}}), "after": tensor})
+    assert encoded["before"] == encoded["after"]
+    assert len(encoder.tensors) == 2
+
+
+def test_what_is_no_number_keeps_its_sign() -> None:
+    for value in (math.nan, -math.nan, math.inf, -math.inf):
+        assert math.copysign(1, there_and_back(value)) == math.copysign(1, value)
 
 
 def test_ranks_add_to_items_whatever_the_keys_are() -> None:

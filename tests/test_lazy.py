@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.device import HOST
 from lightning_zero.shards.extents import Extent
+from lightning_zero.tiers.array import ALL, Array
+from lightning_zero.tiers.ledger import Place, Tier
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Stored, materialize
+from lightning_zero.views.state import RestingState
 
 
 class Counted(Stored):
@@ -200,3 +204,94 @@ def test_who_only_looks_holds_nothing_in_memory(look: Callable[[Tensor], Any], s
 def test_an_edit_to_another_shape_or_dtype_says_what_to_write(edit: Callable[[Tensor], Any], source: Counted) -> None:
     with pytest.raises(RuntimeError, match=r"state_dict\[name\] = "):
         edit(LazyTensor(source))
+
+
+# -- optimizer state that rests elsewhere
+
+
+class Watched(Array):
+    """Six values in half of the bytes, which counts how often they are read."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__(6, torch.bfloat16, Place(HOST, Tier.HOST))
+        self.values, self.reads = torch.arange(6, dtype=torch.bfloat16), 0
+
+    def read(self, part: slice = ALL) -> Tensor:
+        self.reads += 1
+        return self.values[part].clone()
+
+    def editable(self, part: slice = ALL) -> Tensor:
+        return self.read(part)
+
+    def copy_to(self, part: slice, target: Tensor) -> Tensor:
+        return target.copy_(self.read(part))
+
+    def write(self, part: slice, values: Tensor) -> None:
+        self.values[part] = values
+
+
+@pytest.fixture
+def resting() -> RestingState:
+    return RestingState(Watched(), (2, 3), torch.float32)
+
+
+def reads_of(state: RestingState) -> int:
+    assert isinstance(state.array, Watched)
+    return state.array.reads
+
+
+def kept_in(state: RestingState) -> list[float]:
+    """What the array has, with no views that anybody holds."""
+    assert isinstance(state.array, Watched)
+    return state.array.values.tolist()
+
+
+def test_of_state_that_rests_all_but_the_values_is_known_without_reading_it(resting: RestingState) -> None:
+    assert (resting.shape, resting.dtype, resting.numel(), resting.is_cpu) == ((2, 3), torch.float32, 6, True)
+    assert resting.detach() is resting
+    assert "kept as torch.bfloat16 in the tier" in repr(resting)
+    assert reads_of(resting) == 0
+    assert resting.sum().item() == 15.0
+
+
+def test_state_that_rests_keeps_edits_in_place(resting: RestingState) -> None:
+    resting.mul_(2)
+    assert kept_in(resting) == [0, 2, 4, 6, 8, 10]
+    resting[1] = 7.0
+    resting.settle()
+    assert kept_in(resting) == [0, 2, 4, 7, 7, 7]
+
+
+def test_state_that_rests_keeps_edits_of_a_view_that_somebody_holds(resting: RestingState) -> None:
+    row = resting[0]
+    row.fill_(9.0)
+    assert resting.sum().item() == 27.0 + 12.0
+    resting.settle()
+    assert kept_in(resting) == [9, 9, 9, 3, 4, 5]
+    resting.array.write(ALL, torch.zeros(6))  # a step, which is seen
+    assert resting.count_nonzero() == 0
+    resting.settle()  # nothing is lent any more
+    assert kept_in(resting) == [0] * 6
+
+
+def test_copies_of_state_that_rests_are_plain_and_their_own(resting: RestingState) -> None:
+    view = resting[0]  # so that the values are lent, and a copy must not be these
+    stored = io.BytesIO()
+    torch.save(resting, stored)
+    stored.seek(0)
+    for copied in (copy.deepcopy(resting), torch.load(stored, weights_only=True)):
+        assert type(copied) is Tensor
+        assert copied.dtype == torch.float32
+        copied.zero_()
+    assert view.tolist() == [0, 1, 2]
+    assert resting.sum().item() == 15.0
+
+
+def test_state_that_rests_and_is_read_in_an_evaluation_is_edited_after_it(resting: RestingState) -> None:
+    with torch.inference_mode():
+        assert resting[0].sum().item() == 3.0
+    resting.add_(1.0)
+    resting.settle()
+    assert kept_in(resting) == [1, 2, 3, 4, 5, 6]

@@ -84,8 +84,8 @@ class Draft(ABC):
         return LocalDraft(folder, token) if folder.is_local else UploadedDraft(folder, token)
 
     def claim(self) -> None:
-        """Claims the place for new files. Raises CheckpointError when something else than a checkpoint is there, or
-        another job writes there; then there is nothing to close."""
+        """Claims the place for new files. Raises CheckpointError when something else than a checkpoint is there, when
+        it is inside of another one, or when another job writes there; then there is nothing to close."""
         folder = self.folder
         if folder.is_file:
             raise CheckpointError(
@@ -93,6 +93,7 @@ class Draft(ABC):
                 "single files: ZeroStrategy(checkpoint=Checkpoint(format='full'))."
             )
         try:
+            folder.parent.refuse_inside_checkpoint()
             folder.refuse_other_folder()
             self._claim()
         except OSError as error:
@@ -231,7 +232,8 @@ class LocalDraft(Draft):
 
     def _join(self, manifest: bytes) -> list[str]:
         """Moves the new files beside the old ones, then replaces the manifest."""
-        old = [name for name in self.folder.names() if name not in (MANIFEST, README)]
+        # What others have put there since `claim` stays.
+        old = [name for name in self.folder.names() if OURS.fullmatch(name) and name not in (MANIFEST, README)]
         new = [path.name for path in self._beside.iterdir() if path.name not in (MANIFEST, README)]
         with self._committing(manifest, undo=lambda: self._remove(new)):
             for name in (*new, README):

@@ -36,6 +36,7 @@ _Work = Callable[[], Record | None]
 _Decide = Callable[[list[Record]], Record]
 
 _OBJECTS = "objects-{}.pt"  # with the token of the draft
+_ALIKE = "A hook or callback that changes checkpoint['state_dict'] must do so alike on every rank."
 _ABSENT = "save_checkpoint must be called on all ranks; missing: {missing}"
 _ONE_OF_BOTH = "What is there is complete: what was there before, or the new checkpoint."
 _STOPPED = "ranks {missing} stopped while they saved: they were killed, or their disk does not answer"
@@ -328,8 +329,12 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
         beat()  # thousands of shards on a slow disk take long
         header = _header_of(draft, file, rank)
         for dtype, piece in header.pieces:
-            dtypes[piece.extent.name] = dtype
-            pieces.setdefault(piece.extent.name, []).append(piece)
+            name = piece.extent.name
+            if dtypes.setdefault(name, dtype) != dtype:  # of one size they would be read as one, in silence
+                raise CheckpointError(
+                    f"the pieces of {name!r} are of several dtypes: {dtypes[name]}, {dtype}. {_ALIKE}"
+                )
+            pieces.setdefault(name, []).append(piece)
         for name_of_partial, items in header.partials.items():
             partials.setdefault(name_of_partial, []).append(items)
     tensors = {name: Entry(name, dtypes[name], held[0].extent.shape, tuple(held)) for name, held in pieces.items()}
@@ -356,14 +361,13 @@ def _commit(draft: Draft, job: _Job, beat: Callable[[], None], records: list[Rec
 
 def _refuse_disagreement(names: frozenset[str], tensors: dict[str, Entry]) -> None:
     """Raises CheckpointError unless the ranks wrote every tensor in rank 0's tree, and every tensor without gaps."""
-    told = "A hook or callback that changes checkpoint['state_dict'] must do so alike on every rank."
     if nobodys := sorted(names - tensors.keys()):
-        raise CheckpointError(f"rank 0 saves {nobodys[0]!r}, and the ranks that hold it do not. {told}")
+        raise CheckpointError(f"rank 0 saves {nobodys[0]!r}, and the ranks that hold it do not. {_ALIKE}")
     for entry in tensors.values():
         try:
             refuse_gaps(entry)
         except ValueError as error:
-            raise CheckpointError(f"{error}. {told}") from error
+            raise CheckpointError(f"{error}. {_ALIKE}") from error
 
 
 def _header_of(draft: Draft, file: ShardFile, rank: int) -> Header:
