@@ -825,3 +825,37 @@ def test_one_rank_may_look_alone_before_all_edit_gradients_and_read_them_again(s
     for found in on_two_ranks(stage, act, merges_units=False):
         for grad in found:
             torch.testing.assert_close(grad, edited, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("act_on", ["each in place", "at once", "a kept view", "given"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_may_still_read_a_gradient_alone_that_the_others_are_about_to_edit(stage: int, act_on: str) -> None:
+    """They would edit their part of it, and send that."""
+    expected = {name: grad for name, grad in average(0).items() if grad is not None}
+
+    def act(model: Any, engine: Engine, _: Any, comm: Comm) -> dict[str, Tensor]:
+        loss_of(model, comm.rank, 0).backward()
+        having = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        if comm.rank == 0:
+            for parameter in having.values():
+                float(parameter.grad.sum())
+        views = {name: parameter.grad.detach() for name, parameter in having.items()}
+        read = {name: view.clone() for name, view in views.items()}
+        if act_on == "each in place":
+            for parameter in having.values():
+                parameter.grad.mul_(0.5)
+        elif act_on == "at once":
+            torch._foreach_mul_([parameter.grad for parameter in having.values()], 0.5)
+        elif act_on == "a kept view":
+            for view in views.values():
+                view.mul_(0.5)
+        else:
+            for name, parameter in having.items():
+                parameter.grad = 0.5 * expected[name]
+        after = {f"{name} after": engine.averages.full(parameter) for name, parameter in having.items()}
+        return read | after
+
+    for found in on_two_ranks(stage, act, merges_units=False):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(found[f"{name} after"], 0.5 * grad, rtol=1e-6, atol=1e-7)

@@ -55,7 +55,8 @@ class Averages:
         with no_interception(), torch.no_grad():
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
-            self.loans.lasting.edited_gradients += adopt(self.reductions, slots, steps=steps)
+            wait = None if meets else self.loans.runner.wait_to_edit_gradients
+            adopt(self.reductions, slots, steps=steps, wait=wait)
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float) -> norm.Measured:

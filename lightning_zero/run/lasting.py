@@ -52,7 +52,6 @@ class LastingLoans:
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self.gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._edits: dict[Slot, int] = {}  # of these, when they were lent
-        self.edited_gradients = 0  # number of edits, the same on every rank that has come as far
 
     # -- parameters
 
@@ -156,19 +155,27 @@ class LastingLoans:
         """See `GradientLender`. What is only read is written, too, as not every edit can be told; but not what this
         rank alone has added to, which the next backward is to reduce."""
         shard = gradient_of(slot)
-        self.edited_gradients += is_edited
         if is_edited or slot.index not in shard.beside.kept:
             shard.beside.drop(slot.index)
             shard.averaged.write(slot, gradient)
         if is_visible:
             self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
 
+    @property
+    def has_edited_gradients(self) -> bool:
+        """Whether lent gradients were edited through views of them: the same on every rank that has edited them."""
+        with no_interception():
+            return any(self._is_gradient_edited(slot) for slot in self.gradients if slot.parameter.grad is not None)
+
+    def _is_gradient_edited(self, slot: Slot) -> bool:
+        return edits_of(self.gradients[slot]) != self._edits[slot]
+
     def take_back_gradients(self) -> None:
         """Ends all loans of gradients, and keeps edits made through views of them."""
         with torch.no_grad(), no_interception():
             for slot, gradient in self.gradients.items():
                 if slot.parameter.grad is not None:
-                    is_edited = edits_of(gradient) != self._edits[slot]
+                    is_edited = self._is_gradient_edited(slot)
                     self.take_gradient(slot, gradient, is_edited=is_edited, is_visible=False)
         self.gradients.clear()
         self._edits.clear()
