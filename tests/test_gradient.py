@@ -315,9 +315,15 @@ def clip(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
     engine.averages.clip_by_norm_(optimizer, 0.5)
 
 
+def read_on_rank_0(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    for parameter in model.parameters() if comm.rank == 0 else ():
+        if parameter.grad is not None:
+            float(parameter.grad.sum())
+
+
 ACTS = [
     reduce_a_loss, reduce_one, keep_a_loss, keep_a_penalty, keep_penalties,
-    step, drop_all, drop_one, replace_one, halve, edit_by_views, clip,
+    step, drop_all, drop_one, replace_one, halve, edit_by_views, clip, read_on_rank_0,
 ]  # fmt: skip
 
 
@@ -327,6 +333,9 @@ ACTS = [
 @example(acts=[reduce_a_loss, keep_a_penalty, edit_by_views, reduce_one])
 @example(acts=[reduce_a_loss, drop_one, keep_penalties, reduce_one])
 @example(acts=[reduce_one, clip, keep_a_loss])
+@example(acts=[reduce_a_loss, keep_a_loss, edit_by_views, edit_by_views])
+@example(acts=[reduce_a_loss, read_on_rank_0, halve, halve])
+@example(acts=[reduce_a_loss, read_on_rank_0, edit_by_views, reduce_one])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: int, acts: list[Any]) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
@@ -335,7 +344,9 @@ def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: i
             one(model, engine, optimizer, comm)
             for name, parameter in model.named_parameters() if number % 2 else ():
                 if parameter.grad is not None:
-                    found[f"{name}.grad after {number}"] = parameter.grad.clone()
+                    found[f"{name}.grad after {number}"] = (
+                        parameter.grad.detach().clone()
+                    )  # keeps a view: an act edits it
         optimizer.step()
         check_program(engine)
         return found | engine.states.full_model()

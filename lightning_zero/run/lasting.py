@@ -152,14 +152,21 @@ class LastingLoans:
     # -- gradients
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
-        """See `GradientLender`. What is only read is written, too, as not every edit can be told; but not what this
-        rank alone has added to, which the next backward is to reduce."""
+        """See `GradientLender`. One that is lent already is only read here, but for what the call has edited: edits
+        through views of it are kept at the boundary, where all ranks are."""
+        is_lent = slot in self.gradients
+        if is_edited or not is_lent:
+            self._keep_gradient(slot, gradient, is_edited=is_edited)
+            if is_visible or is_lent:
+                self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
+
+    def _keep_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool) -> None:
+        """Writes a gradient to its shard. What is only read is written, too, as not every edit can be told; but not
+        what this rank alone has added to, which the next backward is to reduce."""
         shard = gradient_of(slot)
         if is_edited or slot.index not in shard.beside.kept:
             shard.beside.drop(slot.index)
             shard.averaged.write(slot, gradient)
-        if is_visible:
-            self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
 
     @property
     def has_edited_gradients(self) -> bool:
@@ -175,8 +182,7 @@ class LastingLoans:
         with torch.no_grad(), no_interception():
             for slot, gradient in self.gradients.items():
                 if slot.parameter.grad is not None:
-                    is_edited = self._is_gradient_edited(slot)
-                    self.take_gradient(slot, gradient, is_edited=is_edited, is_visible=False)
+                    self._keep_gradient(slot, gradient, is_edited=self._is_gradient_edited(slot))
         self.gradients.clear()
         self._edits.clear()
 
