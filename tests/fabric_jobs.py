@@ -379,3 +379,17 @@ def shapes_where_an_error_is_caught(strategy: Any, world: int) -> list[list[torc
         optimizer.step()
     shapes = [[parameter.shape for parameter in model.parameters()], [p.grad.shape for p in model.parameters()]]
     return [*shapes, [parameter.shape for parameter in nn.Linear(FEATURES, FEATURES).parameters()]]
+
+
+def evaluates_alone(stage: int, wait_timeout: float) -> float:
+    """The loss of two models in a row, after rank 0 has used the second one alone."""
+    made = fabric({"stage": stage, "wait_timeout": wait_timeout}, 2)
+    models = []
+    for _ in range(2):
+        module = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+        models.append(made.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))[0])
+    x = torch.ones(2, FEATURES)
+    if made.global_rank == 0:
+        with torch.no_grad():
+            models[1](x)
+    return float(models[1](models[0](x)).sum())

@@ -345,6 +345,21 @@ def test_a_training_forward_begins_with_rank_0s_buffers_unless_told_otherwise(br
     assert zero != zero_first
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_evaluation_leaves_ranks_the_buffers_that_they_were_given_after_set_up(trains: bool) -> None:
+    """As `WeightAveraging` does at the start of `trainer.validate`. Under DDP, a model that trains takes rank 0's."""
+
+    def on_rank(comm: Comm) -> float:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        engine = Engine(model, [sgd(model)[0]] if trains else [], stage=3, comm=comm)
+        model[1].running_mean.data.fill_(comm.rank)
+        with torch.no_grad(), engine.forward(reduces=False):
+            model(torch.ones(2, 4))
+        return float(model[1].running_mean[0])
+
+    assert ThreadWorld(2).run(on_rank) == ([0.0, 0.0] if trains else [0.0, 1.0])
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_backward_may_be_of_two_forwards_between_which_buffers_are_broadcast(stage: int) -> None:
     """As that of a discriminator with BatchNorm, of real and made samples. Other ranks' buffers are written to."""

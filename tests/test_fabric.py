@@ -17,7 +17,7 @@ import warm
 from compare import assert_same_bits
 from jobs import Classifier
 from lightning_zero import ZeroStrategy, consolidate
-from ranks import PATIENCE, RankPool
+from ranks import PATIENCE, SHORT, RankPool, run_alone
 
 STAGES = [1, 2, 3]
 DDP = "ddp_find_unused_parameters_true"
@@ -284,3 +284,11 @@ def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
 def test_parameters_are_whole_where_users_catch_the_error_of_a_step(stage: int, two_ranks: RankPool) -> None:
     for values, gradients, expected in two_ranks.run(fabric_jobs.shapes_where_an_error_is_caught, {"stage": stage}, 2):
         assert values == gradients == expected
+
+
+def test_a_rank_that_uses_another_of_several_models_than_the_others_is_told_so() -> None:
+    """Its messages were taken for those about the first model, whose layers have the same names: the losses were
+    others, without a word."""
+    results, errors = run_alone(2, fabric_jobs.evaluates_alone, 3, SHORT)
+    assert results == [None, None]
+    assert any("the agreement on what comes next, of model 2, waiting for rank 1" in error for error in errors)

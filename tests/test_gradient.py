@@ -338,9 +338,15 @@ def clip(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
     engine.averages.clip_by_norm_(optimizer, 0.5)
 
 
+def read_on_rank_0(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+    for parameter in model.parameters() if comm.rank == 0 else ():
+        if parameter.grad is not None:
+            float(parameter.grad.sum())
+
+
 ACTS = [
-    reduce_a_loss, reduce_one, reduce_apart, keep_a_loss, keep_a_penalty, keep_penalties,
-    fail_in_the_middle, step, drop_all, drop_one, replace_one, halve, edit_by_views, clip,
+    reduce_a_loss, reduce_one, reduce_apart, keep_a_loss, keep_a_penalty, keep_penalties, fail_in_the_middle,
+    step, drop_all, drop_one, replace_one, halve, edit_by_views, clip, read_on_rank_0,
 ]  # fmt: skip
 
 
@@ -352,6 +358,9 @@ ACTS = [
 @example(acts=[reduce_one, clip, keep_a_loss])
 @example(acts=[keep_a_loss, step, replace_one, reduce_one])
 @example(acts=[reduce_a_loss, replace_one, keep_a_loss, fail_in_the_middle])
+@example(acts=[reduce_a_loss, keep_a_loss, edit_by_views, edit_by_views])
+@example(acts=[reduce_a_loss, read_on_rank_0, halve, halve])
+@example(acts=[reduce_a_loss, read_on_rank_0, edit_by_views, reduce_one])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: int, acts: list[Any]) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
@@ -360,7 +369,9 @@ def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: i
             one(model, engine, optimizer, comm)
             for name, parameter in model.named_parameters() if number % 2 else ():
                 if parameter.grad is not None:
-                    found[f"{name}.grad after {number}"] = parameter.grad.clone()
+                    found[f"{name}.grad after {number}"] = (
+                        parameter.grad.detach().clone()
+                    )  # keeps a view: an act edits it
         optimizer.step()
         check_program(engine)
         return found | engine.states.full_model()
@@ -908,3 +919,37 @@ def test_one_rank_may_look_alone_before_all_edit_gradients_and_read_them_again(s
     for found in on_two_ranks(stage, act, merges_units=False):
         for grad in found:
             torch.testing.assert_close(grad, edited, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("act_on", ["each in place", "at once", "a kept view", "given"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_rank_may_still_read_a_gradient_alone_that_the_others_are_about_to_edit(stage: int, act_on: str) -> None:
+    """They would edit their part of it, and send that."""
+    expected = {name: grad for name, grad in average(0).items() if grad is not None}
+
+    def act(model: Any, engine: Engine, _: Any, comm: Comm) -> dict[str, Tensor]:
+        loss_of(model, comm.rank, 0).backward()
+        having = {name: p for name, p in model.named_parameters() if p.grad is not None}
+        if comm.rank == 0:
+            for parameter in having.values():
+                float(parameter.grad.sum())
+        views = {name: parameter.grad.detach() for name, parameter in having.items()}
+        read = {name: view.clone() for name, view in views.items()}
+        if act_on == "each in place":
+            for parameter in having.values():
+                parameter.grad.mul_(0.5)
+        elif act_on == "at once":
+            torch._foreach_mul_([parameter.grad for parameter in having.values()], 0.5)
+        elif act_on == "a kept view":
+            for view in views.values():
+                view.mul_(0.5)
+        else:
+            for name, parameter in having.items():
+                parameter.grad = 0.5 * expected[name]
+        after = {f"{name} after": engine.averages.full(parameter) for name, parameter in having.items()}
+        return read | after
+
+    for found in on_two_ranks(stage, act, merges_units=False):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(found[f"{name} after"], 0.5 * grad, rtol=1e-6, atol=1e-7)

@@ -201,7 +201,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
         optimizers = self._optimizers_of(sharded)
-        engine = self._new_engine(sharded.module, optimizers, self.precision, "fabric.init_module()")
+        builder, number = "fabric.init_module()", self._modules.index(sharded)
+        engine = self._new_engine(sharded.module, optimizers, self.precision, builder, number=number)
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
             self._begin_training(engine)

@@ -230,10 +230,14 @@ class ShardedStrategy:
         """Returns a context in which models are built in shards at stage 3. Collective; see `constructing`."""
         return constructing(stage=self.stage, comm=self._ensure_comm(), options=self._settings.options)
 
-    def _new_engine(self, module: Module, optimizers: Sequence[Optimizer], precision: Any, builder: str) -> Engine:
+    def _new_engine(
+        self, module: Module, optimizers: Sequence[Optimizer], precision: Any, builder: str, *, number: int = 0
+    ) -> Engine:
         """Makes an engine; without optimizers one for evaluation. Collective: call it on every rank. `precision` is
-        Lightning's plugin; `builder` names, for messages, where the model would be built in shards."""
+        Lightning's plugin; `builder` names, for messages, where the model would be built in shards; `number` is the
+        model's among several."""
         comm, options = self._ensure_comm(), self._settings.options
+        comm = comm.for_model(number + 1) if number else comm
         if STAGES[self.stage].parameter and comm.size > 1 and (told := told_of_whole(module, builder)):
             rank_zero_info(told)
         if told := untested(self.root_device):

@@ -226,9 +226,9 @@ class WatchedStrategy(ZeroStrategy):
         return self.played.memory
 
     @override
-    def _new_engine(self, *args: Any) -> Engine:
+    def _new_engine(self, *args: Any, **kwargs: Any) -> Engine:
         self.played.memory.phase = Phase.SET_UP
-        engine = super()._new_engine(*args)
+        engine = super()._new_engine(*args, **kwargs)
         self.played.set_up(engine)
         return engine
 

@@ -55,7 +55,8 @@ class Averages:
         with no_interception(), torch.no_grad():
             found = [p for p in dict.fromkeys(parameters) if p.grad is not None]
             slots = [slot for slot in map(training_slot, found) if slot is not None]
-            self.loans.lasting.edited_gradients += adopt(self.reductions, slots, steps=steps)
+            wait = None if meets else self.loans.runner.wait_to_edit_gradients
+            adopt(self.reductions, slots, steps=steps, wait=wait)
         return slots
 
     def _measure(self, slots: list[Slot], norm_type: float) -> norm.Measured:
@@ -138,6 +139,8 @@ class Averages:
         norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
         overflow = self._measured.overflow(self.mesh.world)
+        if overflow.ranks:  # the step, which would forget this, is skipped
+            self.forget()
         state = scaling_of(scaler, optimizer)
         # On the host, where the verdict is, so that the scaler reads it without synchronising with the device.
         state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)), device=HOST)}

@@ -7,7 +7,6 @@ from typing import final
 import torch
 
 from lightning_zero.device import HOST
-from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.rendezvous import Rendezvous
 
 _ALL = torch.iinfo(torch.int64).max  # edits
@@ -57,24 +56,32 @@ class EditBarrier:
 
 @final
 class GradientEdits:
-    """A rank that others do not hold up edits a gradient before they do. It waits for them where it reads one again:
-    they would send it their parts as they were before the edit."""
+    """A rank that others do not hold up comes to an edit of a gradient before they do. It waits until all have come to
+    it: those that still read the gradient would be sent its part as it is after the edit, and it would be sent theirs
+    of before when it reads the gradient again."""
 
-    def __init__(self, rendezvous: Rendezvous, lasting: LastingLoans) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         self._comm = rendezvous.comm.host
         self._rendezvous = rendezvous
-        self._lasting = lasting  # counts the edits of this rank
-        self._made = 0  # of these, how many all ranks have edited, as far as this one knows
+        self._come = 0  # number of edits that this rank has come to; those of one call of users' are one
+        self._all = 0  # ... that all ranks have come to, as far as this one knows
+        self._call = -1  # the latest call of users' that has edited gradients
         self._number = rendezvous.serving.enroll("an edit of gradients", self._compare)
 
-    def wait_for_all(self) -> None:
-        """Waits until all ranks have made the edits that this one has made, and serves them meanwhile."""
-        while self._made < self._lasting.edited_gradients:
-            self._made = max(self._made, self._rendezvous.course.call(self._number))
+    def wait_for_all(self, call: int | None = None) -> None:
+        """Waits until all ranks have come to the edit that this one is about to keep, which was made by `call` if that
+        is known, and serves them meanwhile."""
+        if call is not None and call == self._call:
+            return
+        self._call = self._call if call is None else call
+        self._come += 1
+        while self._all < self._come:
+            self._all = max(self._all, self._rendezvous.course.call(self._number))
 
     def _compare(self, _: bool) -> int:
-        """Returns the least number of edits that a rank has made. One that has nothing more to do in this round has
-        made its own. Collective."""
-        own = self._lasting.edited_gradients
-        told = torch.tensor([_ALL if self._rendezvous.serving.is_waiting else own], dtype=torch.int64, device=HOST)
-        return min(own, int(self._comm.all_reduce(told, "edits of gradients", "min")))
+        """Returns the least number of edits that a rank has come to. One that has nothing more to do in this round has
+        come to all of its own. Collective."""
+        told = torch.tensor(
+            [_ALL if self._rendezvous.serving.is_waiting else self._come], dtype=torch.int64, device=HOST
+        )
+        return int(self._comm.all_reduce(told, "edits of gradients", "min"))

@@ -141,7 +141,8 @@ class Engine:
         self.averages = Averages(module, device, self.mesh, self.loans, reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         is_on = self.options.broadcast_buffers
-        self._buffers = SharedBuffers(module, self.mesh.data, self.runner.rendezvous, is_on=is_on)
+        rendezvous, trains = self.runner.rendezvous, bool(self.optimizers)
+        self._buffers = SharedBuffers(module, self.mesh.data, rendezvous, is_on=is_on, trains=trains)
         for group in self.groups:
             interception.begin(group)
         self.ledger.note_rest()

@@ -1,6 +1,6 @@
 """`adopt`: takes over gradients that users have put into `p.grad` in place of the averaged ones."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,10 +11,13 @@ from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import storage_key
 
 
-def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False) -> int:
-    """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank; returns
-    how many. If they are about to be stepped (`steps`), takes over those as well that backwards have only accumulated
-    on this rank (`no_sync`), as the user has averaged them; until then, the next backward is to reduce them.
+def adopt(
+    reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False, wait: Callable[[], None] | None = None
+) -> None:
+    """Takes over gradients that the user has put into `p.grad` in place of ours, the same ones on every rank: `wait`
+    waits for these, where they may not be here. If they are about to be stepped (`steps`), takes over those as well
+    that backwards have only accumulated on this rank (`no_sync`), as the user has averaged them; until then, the next
+    backward is to reduce them.
 
     Raises:
         RuntimeError: if one is an average that rests in shards, of another parameter or of an earlier backward; or
@@ -25,7 +28,9 @@ def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False)
             gradient_of(slot).beside.settle(slot)
     given = [*_given_in(reductions, slots, steps=steps)]
     if not given:
-        return 0
+        return
+    if wait is not None:
+        wait()
     full_grads = [shard.averaged.full_grad for shard in reductions.shards]
     ours = {storage_key(full_grad.untyped_storage()) for full_grad in full_grads if full_grad is not None}
     # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
@@ -34,7 +39,6 @@ def adopt(reductions: Reductions, slots: Sequence[Slot], *, steps: bool = False)
         averaged_of(slot).replace(slot, read.get(slot, grad).detach())
         gradient_of(slot).drop_accumulated(slot)
         reductions.show(slot)
-    return len(given)
 
 
 def _given_in(reductions: Reductions, slots: Sequence[Slot], *, steps: bool) -> Iterator[tuple[Slot, Tensor]]:

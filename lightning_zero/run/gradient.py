@@ -28,9 +28,9 @@ class GradientLender(ABC):
         """Returns the whole averaged gradient of a parameter, in its shape. A collective."""
 
     @abstractmethod
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
-        """Takes back what a call has edited, as far as that can be told. If it `is_visible`, the call has returned a
-        view of it, through which it may be edited later."""
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
+        """Takes back what a call has edited, as far as that can be told: then `edited_by` is its number, and all ranks
+        must come here. If it `is_visible`, the call has returned a view of it, through which it may be edited later."""
 
 
 @final
@@ -144,4 +144,5 @@ def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:
     assert isinstance(gradient, ShardedGradient)
     is_edited |= loan.is_edited
     if is_edited or is_visible:
-        gradient.lender.take_gradient(gradient.slot, loan.values, is_edited=is_edited, is_visible=is_visible)
+        edited_by = loan.call if is_edited else None
+        gradient.lender.take_gradient(gradient.slot, loan.values, edited_by=edited_by, is_visible=is_visible)

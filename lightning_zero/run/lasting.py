@@ -52,7 +52,6 @@ class LastingLoans:
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self.gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._edits: dict[Slot, int] = {}  # of these, when they were lent
-        self.edited_gradients = 0  # number of edits, the same on every rank that has come as far
 
     # -- parameters
 
@@ -153,23 +152,37 @@ class LastingLoans:
     # -- gradients
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
-        """See `GradientLender`. What is only read is written, too, as not every edit can be told; but not what this
-        rank alone has added to, which the next backward is to reduce."""
+        """See `GradientLender`. One that is lent already is only read here, but for what the call has edited: edits
+        through views of it are kept at the boundary, where all ranks are."""
+        is_lent = slot in self.gradients
+        if is_edited or not is_lent:
+            self._keep_gradient(slot, gradient, is_edited=is_edited)
+            if is_visible or is_lent:
+                self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
+
+    def _keep_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool) -> None:
+        """Writes a gradient to its shard. What is only read is written, too, as not every edit can be told; but not
+        what this rank alone has added to, which the next backward is to reduce."""
         shard = gradient_of(slot)
-        self.edited_gradients += is_edited
         if is_edited or slot.index not in shard.beside.kept:
             shard.beside.drop(slot.index)
             shard.averaged.write(slot, gradient)
-        if is_visible:
-            self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
+
+    @property
+    def has_edited_gradients(self) -> bool:
+        """Whether lent gradients were edited through views of them: the same on every rank that has edited them."""
+        with no_interception():
+            return any(self._is_gradient_edited(slot) for slot in self.gradients if slot.parameter.grad is not None)
+
+    def _is_gradient_edited(self, slot: Slot) -> bool:
+        return edits_of(self.gradients[slot]) != self._edits[slot]
 
     def take_back_gradients(self) -> None:
         """Ends all loans of gradients, and keeps edits made through views of them."""
         with torch.no_grad(), no_interception():
             for slot, gradient in self.gradients.items():
                 if slot.parameter.grad is not None:
-                    is_edited = edits_of(gradient) != self._edits[slot]
-                    self.take_gradient(slot, gradient, is_edited=is_edited, is_visible=False)
+                    self._keep_gradient(slot, gradient, is_edited=self._is_gradient_edited(slot))
         self.gradients.clear()
         self._edits.clear()
 

@@ -57,7 +57,6 @@ class Loans(Lender):
         self._are_lost = False  # a rank failed: the values are spread over ranks that no longer answer
         is_cut = any(group.is_cut and not group.is_plain for group in groups)
         self._barrier = EditBarrier(runner.rendezvous, lasting.share_edits) if is_cut else None
-        self._gradient_edits: GradientEdits | None = None
         self._averages: dict[Slot, int] = {}  # by which `Course.call` gathers gradients
         self._enroll_gradients(groups)
 
@@ -66,8 +65,8 @@ class Loans(Lender):
             if slot.gradient is not None and slot.gradient.averaged.is_spread:
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.runner.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
-        if self._averages and self._gradient_edits is None:
-            self._gradient_edits = GradientEdits(self.runner.rendezvous, self.lasting)
+        if self._averages and self.runner.gradient_edits is None:
+            self.runner.gradient_edits = GradientEdits(self.runner.rendezvous)
 
     def add(self, groups: Sequence[ShardGroup], trained: Sequence[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
@@ -195,8 +194,6 @@ class Loans(Lender):
         if slot in self.lasting.gradients:
             return self.lasting.gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
-        assert self._gradient_edits is not None
-        self._gradient_edits.wait_for_all()
         # Until the step, one rank may read it alone.
         average: Tensor = self.runner.course.call(self._averages[slot])
         with no_interception(), torch.no_grad():
@@ -206,8 +203,10 @@ class Loans(Lender):
         with no_interception(), torch.no_grad():
             return averaged_of(slot).full(slot)
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
-        self.lasting.take_gradient(slot, gradient, is_edited=is_edited, is_visible=is_visible)
+    def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
+        if edited_by is not None:
+            self.runner.wait_to_edit_gradients(edited_by)
+        self.lasting.take_gradient(slot, gradient, is_edited=edited_by is not None, is_visible=is_visible)
 
     # -- boundaries
 
@@ -215,8 +214,11 @@ class Loans(Lender):
         """Ends all loans, and keeps the edits that were made meanwhile. If there are any, all ranks must come here, or
         end their round; `all_here` says that they have just met."""
         self.runner.stepping.recover()  # in a step that an error has left, parameters are pieces
-        if not all_here and self.lasting.are_edited:
-            self._wait_for_all(Place.BOUNDARY)
+        if not all_here:
+            if self.lasting.are_edited:
+                self._wait_for_all(Place.BOUNDARY)
+            if self.lasting.has_edited_gradients:
+                self.runner.wait_to_edit_gradients()
         self.lasting.end_all()
 
     def _wait_for_all(self, place: Place) -> None:

@@ -84,12 +84,14 @@ class SharedBuffers:
     Where replicas go their own ways, no plan is of all of them, and they cannot serve each other: all meet first.
     """
 
-    def __init__(self, module: Module, comm: Comm, rendezvous: Rendezvous, *, is_on: bool) -> None:
+    def __init__(self, module: Module, comm: Comm, rendezvous: Rendezvous, *, is_on: bool, trains: bool) -> None:
         self._module = module
         self._comm = comm
         self._rendezvous = rendezvous
         self._number: int | None = None  # by which `Course.call` broadcasts them
-        self._are_stale = True  # those of rank 0 may have other values
+        # Those of rank 0 may have other values. At set-up they were broadcast; what code gives each rank after that (an
+        # average of its own, say) DDP, too, replaces only where a model trains.
+        self._are_stale = trains
         self._is_here = False  # this rank has come to a forward, and waits for them
         self._sent: list[_Sent] = []
         self._taken: list[Tensor] = []  # whether rank 0 had come to its own forward, for each that this rank has taken

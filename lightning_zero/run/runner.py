@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.backward import Backward
 from lightning_zero.run.cache import UnitCache
+from lightning_zero.run.edits import GradientEdits
 from lightning_zero.run.gradient_hooks import GradientHooks
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.lasting import LastingLoans
@@ -61,6 +62,7 @@ class Runner:
         self.views = WeightViews()  # in the pass under way
         self.phases = Phases()
         self._lasting = lasting
+        self.gradient_edits: GradientEdits | None = None  # where gradients rest as shards
         # Ranks agree on gradients at the end of a backward, and not as late as in the step: where `p.grad` is reduced
         # in place, and must not be added to before; and where gradients are stepped there.
         self._settles_at_end = not setting.partition.optimizer or not setting.keeps_gradients
@@ -105,7 +107,7 @@ class Runner:
         self._begin_pass()
         self.journal.note(Cause.BACKWARD)
         self.catch_up()  # new gradients take the place of those that postponed steps need
-        self._lasting.take_back_gradients()  # edits of the old ones, before there are new ones
+        self._take_back_gradients(all_here=False)  # edits of the old ones, before there are new ones
         if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
             self.rendezvous.settle_last_backward()
         self.reductions.begin_backward()
@@ -188,6 +190,16 @@ class Runner:
             self.journal.note(cause)
         self.latest.catch_up_all()
         self.rendezvous.settle_gradients(meets=meets)
+        self._take_back_gradients(all_here=meets)
+
+    def wait_to_edit_gradients(self, call: int | None = None) -> None:
+        """Waits until all ranks have come to an edit of gradients; see `GradientEdits`."""
+        if self.gradient_edits is not None:
+            self.gradient_edits.wait_for_all(call)
+
+    def _take_back_gradients(self, *, all_here: bool) -> None:
+        if not all_here and self._lasting.has_edited_gradients:
+            self.wait_to_edit_gradients()
         self._lasting.take_back_gradients()
 
     def expect_step(self) -> None:

@@ -4,6 +4,7 @@ The function is called with the values instead, which are *lent* to the call. Af
 edited them, and whether its result is a view through which they may be edited later.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ UNWATCHED = {
     *METHODS_OF_DTENSOR.values(),
 }
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_numbers = itertools.count()  # of calls
 STRIDES = {Tensor.stride, Tensor.is_contiguous}  # values that are elsewhere are in C order
 
 
@@ -110,6 +112,7 @@ class Lent:
     end: Callable[["Lent", Any], None]  # called with this loan and the call's result, which is None if it has raised
     is_unversioned: bool = False  # the call may edit the values without raising their version
     is_unwatched: bool = False  # so may users, through what the call returns
+    call: int = -1  # its number: a call may borrow several tensors
 
     def __post_init__(self) -> None:
         self._was = _state_of(self.values)
@@ -158,6 +161,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     lent: dict[int, Lent] = {}
+    number = next(_numbers)
     listed = {id(value) for value in args[0] if isinstance(value, DTensor)} if func in FOREACH_IN_PLACE else ()
 
     def give(value: Any) -> Any:
@@ -165,7 +169,7 @@ def call(func: Callable[..., Any], args: Any, kwargs: Any, lend: Callable[[Any],
             loan = lent.get(id(value)) or lend(value)
         if loan is None:
             return value
-        lent[id(value)] = loan
+        lent[id(value)], loan.call = loan, number
         loan.is_unversioned, loan.is_unwatched = func in _UNVERSIONED or id(value) in listed, func in UNWATCHED
         return loan.values
 

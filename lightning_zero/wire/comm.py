@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,15 +80,19 @@ _PLACES = {
 }
 
 
+_OF_MODEL = ", of model "  # before its number, in keys
+
+
 def place_of(key: str) -> str:
     """Describes the operation `key` by the model's names: "the reduction of the gradients of x"."""
     kind, _, name = key.removeprefix("length of ").rpartition(" #")[0].partition(" ")
+    name, of_model, model = name.partition(_OF_MODEL)
     if kind == "object":
         return f"the exchange about {name}"
     for (of_kind, purpose), place in _PLACES.items():
         if of_kind == kind and f"{name} ".startswith(f"{purpose} "):
-            return place.format(name[len(purpose) + 1 :].partition("/")[0])
-    return f"the {kind.replace('_', '-')} of {name}"
+            return place.format(name[len(purpose) + 1 :].partition("/")[0]) + of_model + model
+    return f"the {kind.replace('_', '-')} of {name}{of_model}{model}"
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -149,6 +154,7 @@ class Comm(ABC):
         self.calls: Counter[str] = Counter()  # kind of operation -> how many were issued
         self.clock = Clock()  # seconds that this rank has waited: communication that computation did not hide
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
+        self._label = ""  # in the names of all operations
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialised flat tensor ``(numel,)`` for full arrays of this rank. Where ranks share memory, it
@@ -252,11 +258,18 @@ class Comm(ABC):
         """Returns the communicator of the group of ranks that holds this one. Collective: call it on every rank, with
         the same `groups`, each rank in exactly one."""
 
+    def for_model(self, number: int) -> Self:
+        """Returns the communicator of the same ranks for another model. Where ranks use several models in different
+        orders, none takes a message about one for a message about another: it waits in vain, and says for what."""
+        again = copy(self)
+        again._label = f"{_OF_MODEL}{number}"
+        return again
+
     def _issue(self, kind: str, name: str, tensor: Tensor | None, sent: int) -> str:
         """Counts an operation, and returns its key: kind, name, and how often the two have been issued."""
         self.bytes_sent[kind] += sent
         self.calls[kind] += 1
-        name = f"{kind} {name}"
+        name = f"{kind} {name}{self._label}"
         if self.sanitize:
             self._compare_signatures(name if tensor is None else f"{name} {tuple(tensor.shape)} {tensor.dtype}")
         self._issued[name] += 1

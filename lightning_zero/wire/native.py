@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,11 @@ class NativeComm(Comm):
     @property
     def host(self) -> Comm:
         return self._control
+
+    def for_model(self, number: int) -> Self:
+        again = super().for_model(number)
+        again._control = self._control.for_model(number)
+        return again
 
     @property
     def board(self) -> Board:
