@@ -1,21 +1,26 @@
 """One norm over gradients that are spread over ranks."""
 
 import math
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.device import HOST
+from lightning_zero.run.engine import Engine
 from lightning_zero.shards import norm
 from lightning_zero.shards.layout import Layout
 from lightning_zero.shards.squares import Squares
 from lightning_zero.tiers.array import zeros
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.native import make_comm
 from models import seeded
+from ranks import PATIENCE, RankPool
 from unit_jobs import on_engine, on_one_device, tower, x
 
 STAGES = [0, 1, 2, 3]
@@ -220,3 +225,30 @@ def test_a_sum_of_squares_of_which_an_edit_has_voided_a_part_is_not_known() -> N
     array.write(slice(0, 1), torch.zeros(1))
     squares.write(second, torch.ones(4), [slot])
     assert squares.sum_of(slot) is None
+
+
+def measure_after_a_verdict(stage: int) -> list[float]:
+    """The norms of two backwards. Ranks write the second average into the memory of the first, past torch's count of
+    edits."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    comm = make_comm(HOST, timedelta(seconds=PATIENCE))
+    model = tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, [optimizer], stage=stage, comm=comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    norms = []
+    for factor in (1.0, 3.0):
+        optimizer.zero_grad()
+        (factor * model(x()).square().mean()).backward()
+        if factor == 1.0:
+            engine.averages.unscale_(scaler, optimizer)
+        norms.append(float(engine.averages.clip_by_norm_(optimizer, 1e9).total))
+    engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_take_the_place_of_measured_ones_are_measured_anew(stage: int, two_ranks: RankPool) -> None:
+    for first, second in two_ranks.run(measure_after_a_verdict, stage):
+        assert second == pytest.approx(3 * first)

@@ -139,8 +139,6 @@ class Averages:
         norm.scale_(slots, scale.double().reciprocal().float(), self.mesh.world.limit)
         self._measured = norm.Measured.of(slots)
         overflow = self._measured.overflow(self.mesh.world)
-        if overflow.ranks:  # the step, which would forget this, is skipped
-            self.forget()
         state = scaling_of(scaler, optimizer)
         # On the host, where the verdict is, so that the scaler reads it without synchronising with the device.
         state["found_inf_per_device"] = {self.device: torch.tensor(float(bool(overflow.ranks)), device=HOST)}

@@ -127,9 +127,11 @@ class Averaged:
     def is_on_disk(self) -> bool:
         return self.owned_grad.place.tier is Tier.DISK
 
-    def version(self, slot: Slot) -> int:
-        """Returns a number that differs after each change of the parameter's averaged gradient."""
-        return self.owned_grad.version if self.travels else edits_of(self.piece(slot))
+    def version(self, slot: Slot) -> tuple[int, int]:
+        """Returns numbers of which one differs after each change of the parameter's averaged gradient. Torch counts no
+        edit where ranks write an average into the memory of the one before."""
+        edits = self.owned_grad.version if self.travels else edits_of(self.piece(slot))
+        return self.editions[slot.index], edits
 
     def is_shown(self, slot: Slot, grad: Tensor) -> bool:
         """Whether `grad` shows the averaged gradient, and is no tensor that a user has put into `p.grad`."""

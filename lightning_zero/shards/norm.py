@@ -38,7 +38,7 @@ class Overflow(NamedTuple):
     parameters: list[str]
 
 
-def versions_of(slots: Sequence[Slot]) -> tuple[int, ...]:
+def versions_of(slots: Sequence[Slot]) -> tuple[tuple[int, int], ...]:
     """Returns the versions of the averaged gradients."""
     return tuple(averaged_of(slot).version(slot) for slot in slots)
 
@@ -50,7 +50,7 @@ class Measured:
     slots: tuple[Slot, ...]  # parameters with a gradient, in the same order on every rank, each once
     norm_type: float  # p of the p-norm; inf for the largest magnitude
     parts: Tensor  # of each, this rank's part of the sum of p-th powers, or its largest magnitude; float64
-    versions: tuple[int, ...]  # of the gradients when they were measured
+    versions: tuple[tuple[int, int], ...]  # of the gradients when they were measured
 
     @classmethod
     def of(cls, slots: Sequence[Slot], norm_type: float = 2.0) -> "Measured":
