@@ -4,8 +4,11 @@ import ctypes
 import os
 import random
 import signal
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import jobs
+import lightning_zero.checkpoint.save
 import lightning_zero.pl.engine_strategy
 import lightning_zero.pl.single_file
 from callback_jobs import Uploads
@@ -403,8 +407,9 @@ def resident_bytes() -> int:
 
 
 def save_and_overwrite(strategy: Any, path: Path) -> dict[str, Any]:
-    """Every parameter changes right after an asynchronous save has returned."""
+    """Every parameter changes right after an asynchronous save has returned, and before anything is written."""
     found: dict[str, Any] = {}
+    changed = threading.Event()
 
     class Overwrite(L.Callback):
         def on_train_batch_end(self, run: L.Trainer, model: Any, *_: Any) -> None:
@@ -416,9 +421,12 @@ def save_and_overwrite(strategy: Any, path: Path) -> dict[str, Any]:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(7.0)
+            changed.set()
 
     L.seed_everything(1, verbose=False)
-    trainer(strategy, 2, callbacks=[Overwrite()]).fit(Everything(), data(2))
+    late = partial(ThreadPoolExecutor, initializer=changed.wait, initargs=(60.0,))
+    with patch.object(lightning_zero.checkpoint.save, "ThreadPoolExecutor", late):
+        trainer(strategy, 2, callbacks=[Overwrite()]).fit(Everything(), data(2))
     return found
 
 
