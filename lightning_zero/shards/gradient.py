@@ -23,7 +23,7 @@ from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.layout import Chunk, overlap
 from lightning_zero.shards.slot import Slot, no_interception
-from lightning_zero.shards.sparse import dense_of, nothing_of
+from lightning_zero.shards.sparse import as_dense, nothing_of
 from lightning_zero.tiers.array import InMemory
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Work
@@ -90,7 +90,7 @@ class GradientShard:
         """Has this backward add to what users have put in place of accumulated gradients."""
         for index, grad in given.items():
             slot = self.group.slots[index]
-            self._accumulate_locally(slot, _as_dense(grad, slot), carried=False)
+            self._accumulate_locally(slot, as_dense(grad, slot), carried=False)
 
     @contextmanager
     def kept_apart(self, slot: Slot) -> Iterator[None]:
@@ -125,7 +125,7 @@ class GradientShard:
         elif not again:
             averaged.editions[index] += 1
         if grad.is_sparse or slot.is_sparse:
-            grad = _as_dense(grad, slot)
+            grad = as_dense(grad, slot)
         if not self.travels:
             slot.local.grad = grad
         elif local and carried:
@@ -227,7 +227,7 @@ class GradientShard:
             if averaged.full_grad is not None and grad is None:
                 slot.view(averaged.full_grad).fill_(nothing_of(slot))
             elif grad is not None and not averaged.is_shown(slot, grad):  # it stays in `p.grad` unless others use it
-                given = _as_dense(grad, slot)
+                given = as_dense(grad, slot)
                 if averaged.full_grad is None:
                     self._held[slot.index] = given
                 else:
@@ -357,18 +357,6 @@ class GradientShard:
                 slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
         self.averaged.free()
         self.pool = BucketPool([])
-
-
-def _as_dense(grad: Tensor, slot: Slot) -> Tensor:
-    """Returns a gradient as it travels. Raises RuntimeError if the parameter's optimizer takes sparse ones alone."""
-    if grad.is_sparse:
-        return dense_of(grad) if slot.is_sparse else grad.to_dense()
-    if slot.is_sparse:
-        raise RuntimeError(
-            f"SparseAdam does not support dense gradients, and parameter {slot.name!r} has one. Give it embeddings "
-            "that are made with sparse=True, or consider Adam."
-        )
-    return grad
 
 
 def _pack_columns(packed: Tensor, grad: Tensor, chunk: Chunk) -> None:

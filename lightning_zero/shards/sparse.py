@@ -17,6 +17,19 @@ def nothing_of(slot: Slot) -> float:
     return NOTHING if slot.is_sparse else 0.0
 
 
+def as_dense(grad: Tensor, slot: Slot) -> Tensor:
+    """Returns a gradient as it travels. Raises RuntimeError if it is dense, and the parameter's optimizer takes sparse
+    ones alone."""
+    if grad.is_sparse:
+        return dense_of(grad) if slot.is_sparse else grad.to_dense()
+    if slot.is_sparse:
+        raise RuntimeError(
+            f"SparseAdam does not support dense gradients, and parameter {slot.name!r} has one. Give it embeddings "
+            "that are made with sparse=True, or consider Adam."
+        )
+    return grad
+
+
 def dense_of(grad: Tensor) -> Tensor:
     """Returns a sparse gradient in a dense tensor, with `NOTHING` elsewhere."""
     grad = grad.coalesce()
