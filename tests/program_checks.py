@@ -148,6 +148,7 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
         optimizers=(OptimizerFacts(groups=tuple(draw(st.permutations(trained))), windows=tuple(windows)),),
         buckets=(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
         calls=("buffers", *(f"publish g{n}" for n in called)),
+        of_all=(0,),
         publishes={1 + place: n for place, n in enumerate(called)},
         ranks=draw(st.sampled_from([2, 8, 1024])),
         replicas=replicas,

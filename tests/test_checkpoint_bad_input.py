@@ -229,10 +229,7 @@ def test_what_is_no_place_for_a_checkpoint_is_named_on_all_ranks(folder: Path, t
         folder: f"{folder} is a folder that is not a checkpoint (it holds a.ckpt, full.ckpt, photos).",
         folder / "full.ckpt" / "below": f"cannot write to {folder}/full.ckpt: ",
         folder / "a.ckpt" / "manifest.json": f"{folder}/a.ckpt/manifest.json is a file, and a sharded",
-        folder
-        / "a.ckpt"
-        / "best"
-        / "b.ckpt": f"{folder}/a.ckpt is a checkpoint, and nothing else may be written there.",
+        folder / "a.ckpt/best/b.ckpt": f"{folder}/a.ckpt is a checkpoint, and nothing else may be written there.",
         "/proc/nowhere/a.ckpt": "cannot write to /proc/nowhere: ",
     }
     told = the_same(two_ranks.run(errors_of_saving, SHARDED, list(paths)))

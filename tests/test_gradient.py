@@ -369,9 +369,8 @@ def test_backwards_and_edits_in_any_order_have_the_gradients_of_stage_0(stage: i
             one(model, engine, optimizer, comm)
             for name, parameter in model.named_parameters() if number % 2 else ():
                 if parameter.grad is not None:
-                    found[f"{name}.grad after {number}"] = (
-                        parameter.grad.detach().clone()
-                    )  # keeps a view: an act edits it
+                    view = parameter.grad.detach()  # so that what acts edit is lent already
+                    found[f"{name}.grad after {number}"] = view.clone()
         optimizer.step()
         check_program(engine)
         return found | engine.states.full_model()

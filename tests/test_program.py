@@ -12,7 +12,7 @@ import program_jobs
 import watched
 from lightning_zero.config import Offload
 from lightning_zero.run.placing import make_program
-from lightning_zero.run.program import Cause, Kind
+from lightning_zero.run.program import Among, Cause, Facts, GroupFacts, Kind, OptimizerFacts, UnitFacts, Use
 from ranks import RankPool
 from unit_jobs import on_engine, tower, x
 
@@ -235,3 +235,46 @@ def test_a_strategy_of_fabric_tells_the_program_of_a_module(two_ranks: RankPool)
     program_checks.check(first)
     assert first.collectives == second.collectives
     assert first.messages == 1
+
+
+def test_replicas_meet_for_a_call_of_all_of_them_and_for_no_other() -> None:
+    group = GroupFacts(
+        name="g",
+        holds="",
+        shard=1,
+        chunks=(1,),
+        itemsize=4,
+        reduced_itemsize=4,
+        pool=0,
+        is_full=False,
+        is_published=True,
+    )
+    facts = Facts(
+        groups=(group,),
+        units=(UnitFacts(name="u", groups=(0,)),),
+        order=(0,),
+        optimizers=(OptimizerFacts(groups=(0,)),),
+        buckets=(1,),
+        calls=("buffers", "the gradient of u"),
+        of_all=(0,),
+        ranks=2,
+        replicas=2,
+    )
+    causes = [
+        (Cause.FORWARD, 0),
+        (Cause.CALL, 0),
+        (Cause.UNIT, 0),
+        (Cause.BACKWARD, 0),
+        (Cause.UNIT, 0),
+        (Cause.END, 0),
+    ]
+    causes += [(Cause.CALL, 1), (Cause.STEP, 0), (Cause.STEPPED, 0)]
+    program = make_program(facts, [Use(*each) for each in causes])
+    assert [(op.kind, op.among) for op in program.at(1)] == [
+        (Kind.MARK, Among.REPLICAS),  # whether they have begun to reduce
+        (Kind.MARK, Among.REPLICAS),  # that they meet
+        (Kind.AGREE, Among.SHARD),
+        (Kind.AGREE, Among.REPLICAS),
+        (Kind.CALL, Among.WORLD),
+    ]
+    assert [(op.kind, op.among) for op in program.at(6)] == [(Kind.CALL, Among.SHARD)]

@@ -37,6 +37,7 @@ def facts_of(
         optimizers=tuple(_optimizer_facts(one, numbers) for one in steppers),
         buckets=tuple(pool.size for pool in reductions.pools),
         calls=rendezvous.serving.labels,
+        of_all=rendezvous.serving.of_all,
         publishes={number - len(units): numbers[group] for number, group in loans.latest.published.items()},
         ranks=comm.size,
         replicas=mesh.replicate.size,

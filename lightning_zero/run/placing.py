@@ -98,7 +98,8 @@ class _Placing:
         if number in self._facts.publishes:
             self._steps.catch_up(self._facts.publishes[number])
         else:
-            self.placed.add(Kind.CALL, number, among=self._facts.among_all)
+            among = self._facts.among_all if number in self._facts.of_all else Among.SHARD
+            self.placed.add(Kind.CALL, number, among=among)
 
     # -- agreement
 

@@ -132,6 +132,7 @@ class Facts:
     optimizers: tuple[OptimizerFacts, ...] = ()
     buckets: tuple[int, ...] = ()  # in each pool
     calls: tuple[str, ...] = ()  # what ranks may do together, beside the units, by number
+    of_all: tuple[int, ...] = ()  # calls that replicas do together, which otherwise go their own ways
     publishes: dict[int, int] = field(default_factory=dict)  # call -> the group that it catches up with and publishes
     ranks: int = 1  # that share the shards
     replicas: int = 1  # ranks that hold the same shard
@@ -186,8 +187,8 @@ class Facts:
         return bool(self.units) and self.replicas > 1
 
     def meets_for(self, use: Use) -> bool:
-        """Whether ranks meet for a call, which is of all replicas, where these go their own ways."""
-        return use.cause is Cause.CALL and self.parts and use.number not in self.publishes
+        """Whether ranks meet for a use: a call of all replicas, where these go their own ways."""
+        return use.cause is Cause.CALL and self.parts and use.number in self.of_all
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,11 @@ class Serving:
         return tuple(call.label for call in self._calls)
 
     @property
+    def of_all(self) -> tuple[int, ...]:
+        """The places in `labels` of the calls that are of all ranks."""
+        return tuple(at for at, call in enumerate(self._calls) if call.is_of_all)
+
+    @property
     def may_be_wanted(self) -> bool:
         """Whether there is anything that one rank can want alone."""
         return bool(self._units or self._calls)
