@@ -225,11 +225,7 @@ class Window(ABC):
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
-    @abstractmethod
     def put_values(self) -> None:
-        """Writes the new values to where they rest."""
-
-    def _put_masters(self) -> None:
         """Writes the stepped masters to where they and the parameters rest."""
         if self.staged.is_on_disk:
             self.staged.put_masters()
@@ -265,9 +261,6 @@ class PieceWindow(Window):
             assert whole is not None
             grad = whole.view(shape)
         return piece, grad.to(piece.device, piece.dtype)
-
-    def put_values(self) -> None:
-        self._put_masters()
 
 
 def is_part(slot: Slot) -> bool:
