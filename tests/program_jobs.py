@@ -136,7 +136,7 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         (GradientShard, "_store"): recorder.note_store,
         (Staged, "begin"): begin_fetch,
         (Window, "prepare"): lambda window: recorder.note_window(Kind.STEP, window),
-        (Window, "_put_masters"): put,
+        (Window, "put_values"): put,
         (WholeWindow, "_bring_whole"): lambda window: recorder.note_exchange(Kind.COLLECT, window),
         (WholeWindow, "_send_back"): lambda window: recorder.note_exchange(Kind.RETURN, window),
     }

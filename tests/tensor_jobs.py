@@ -157,7 +157,7 @@ def train(make: Maker, tensor: int, stage: int, *, accumulate: int = 1, clip: st
                     loss.backward()
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).total.item())
+            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).item())
         if clip == "value":
             engine.averages.clip_by_value_(optimizer, 0.01)
         optimizer.step()

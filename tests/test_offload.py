@@ -151,7 +151,7 @@ def train(
             look(optimizer, model, seen)
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).total.item())
+            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).item())
         if clip == "value":
             engine.averages.clip_by_value_(optimizer, 0.01)
         optimizer.step()

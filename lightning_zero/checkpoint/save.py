@@ -28,12 +28,11 @@ from lightning_zero.checkpoint.shard import Header, read_header, write_shard
 from lightning_zero.checkpoint.tree import Encoder, full_name, merge
 from lightning_zero.shards.extents import Extent
 from lightning_zero.views.lazy import LazyTensor, Range, Spread
-from lightning_zero.wire.board import AgreementError, Board, Record
+from lightning_zero.wire.board import AgreementError, Board, Decide, Record
 from lightning_zero.wording import few_of
 
 _T = TypeVar("_T")
 _Work = Callable[[], Record | None]
-_Decide = Callable[[list[Record]], Record]
 
 _OBJECTS = "objects-{}.pt"  # with the token of the draft
 _ALIKE = "A hook or callback that changes checkpoint['state_dict'] must do so alike on every rank."
@@ -79,7 +78,7 @@ class Saver:
         rank that came, when one does not, or a task in the background has failed."""
         self.together("muster", self.wait, absent=_ABSENT)
 
-    def together(self, doing: str, work: _Work, decide: _Decide | None = None, absent: str | None = None) -> Record:
+    def together(self, doing: str, work: _Work, decide: Decide | None = None, absent: str | None = None) -> Record:
         """Calls `work`, and raises the same CheckpointError on all ranks when it fails on one. Call it on every rank.
 
         Args:
@@ -271,7 +270,7 @@ def _told(doing: _Work) -> Record:
         return {"error": str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"}
 
 
-def _in_words(decide: _Decide | None) -> _Decide:
+def _in_words(decide: Decide | None) -> Decide:
     """Wraps `decide`, so that a CheckpointError is told without the name of its class; None takes rank 0's record."""
 
     def told(records: list[Record]) -> Record:

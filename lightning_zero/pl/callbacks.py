@@ -23,7 +23,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -218,8 +218,7 @@ class Preemption(pl.Callback):
             self._save(trainer, requeues=Notice.REQUEUE in noticed)
         raise SIGTERMException
 
-    @staticmethod
-    def _save(trainer: "pl.Trainer", *, requeues: bool) -> None:
+    def _save(self, trainer: "pl.Trainer", *, requeues: bool) -> None:
         if requeues:
             private.save_and_requeue(trainer)
             return
@@ -228,8 +227,7 @@ class Preemption(pl.Callback):
             why = "fast_dev_run" if is_trial else "enable_checkpointing=False"
             rank_zero_info(f"Told to stop after step {trainer.global_step}. Nothing was saved: Trainer({why}).")
             return
-        savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        folders = [Folder(callback.dirpath) for callback in savers if callback.dirpath]
+        folders = [Folder(saver.dirpath) for saver in self._strategy._savers if saver.dirpath]
         folder = folders[0] if folders else Folder(trainer.default_root_dir).joinpath("checkpoints")
         path = str(folder.joinpath(PREEMPTED))
         trainer.save_checkpoint(path)

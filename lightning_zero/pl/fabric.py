@@ -253,7 +253,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         norm = averages.clip_by_norm_(
             optimizer, float(max_norm), norm_type=float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
-        return norm.total.to(self.root_device)
+        return norm.to(self.root_device)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:

@@ -157,7 +157,7 @@ class ShardedGradients(Precision):
         if engine is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
-        self.grad_norm = engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val)).total
+        self.grad_norm = engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val))
         self._has_clipped = True
         if not self._warned_of_nan and self.scaler is None:
             self._late_norms.append(Late(self.grad_norm))

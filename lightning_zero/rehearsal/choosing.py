@@ -18,6 +18,8 @@ from lightning_zero.rehearsal.rehearsal import isolated
 from lightning_zero.tiers.host_memory import available_host_bytes
 from lightning_zero.torch_private import tree_map
 
+# Arguments of a Trainer that change a step.
+OF_TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 COMPUTED = 8  # times the bytes of parameters: what a step takes of the host, about, and as much again
 
 
@@ -35,25 +37,12 @@ def choose(trainer: "pl.Trainer", fixed: Mapping[str, Any], **means: Any) -> tup
     """
     if trainer.accumulate_grad_batches > 1 and "accumulation" not in fixed:
         fixed = {**fixed, "accumulation": "local"}  # DDP's bits, which sharded gradients have not (docs/numerics.md)
-    setting: dict[str, Any] = {
-        "precision": trainer.precision,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "callbacks": [one for one in trainer.callbacks if isinstance(one, ZeroEMA)],  # type: ignore[attr-defined]
-    }
+    setting: dict[str, Any] = {name: getattr(trainer, name) for name in OF_TRAINER}
+    setting["callbacks"] = [one for one in trainer.callbacks if isinstance(one, ZeroEMA)]  # type: ignore[attr-defined]
     with isolated():
         loaders = train_source(trainer).dataloader()
-    find = partial(
-        plan,
-        trainer.lightning_module,
-        batch_from(loaders),
-        fixed=fixed,
-        thorough=False,
-        divides=False,
-        **means,
-        **setting,
-    )
+    setting |= {"fixed": fixed, "thorough": False, "divides": False}
+    find = partial(plan, trainer.lightning_module, batch_from(loaders), **means, **setting)
     try:
         found = find()
     except NeedsValuesError as error:

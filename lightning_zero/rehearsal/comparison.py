@@ -99,14 +99,13 @@ def in_order(categories: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(categories), key=lambda name: known.index(name) if name in COLOURS else len(known))
 
 
-def compare(
-    module: Module, batch: Any, strategy: ZeroStrategy | Mapping[str, Any] | int, chosen: Rehearsal, **setting: Any
-) -> Comparison:
+def compare(module: Module, batch: Any, strategy: Mapping[str, Any], chosen: Rehearsal, **setting: Any) -> Comparison:
     """Rehearses the stages, and the chosen strategy on other numbers of ranks. `chosen` is what `rehearse` has returned
     for the other arguments; if it is a plain stage, that is not rehearsed again."""
-    stages = {}
+    stages, size = {}, strategy.get("tensor_parallel_size", 1)
+    of_the_model = {"tensor_parallel_size": size} if size > 1 else {}  # no choice: its own code divides it by that
     for stage in range(4):
-        plain = {"stage": stage, **_of_the_model(strategy)}
+        plain = {"stage": stage, **of_the_model}
         is_chosen = chosen.strategy == repr(ZeroStrategy(**plain))
         stages[f"stage {stage}"] = chosen if is_chosen else rehearse(module, batch, plain, **setting)
     if all(one is not chosen for one in stages.values()):
@@ -115,15 +114,8 @@ def compare(
     return Comparison(chosen=chosen, stages=stages, growth=growth)
 
 
-def _of_the_model(strategy: ZeroStrategy | Mapping[str, Any] | int) -> dict[str, Any]:
-    """Returns those arguments that are no choice, because the model's own code divides it by them."""
-    given = strategy._arguments if isinstance(strategy, ZeroStrategy) else strategy
-    size = given.get("tensor_parallel_size", 1) if isinstance(given, Mapping) else 1
-    return {"tensor_parallel_size": size} if size > 1 else {}
-
-
 def growth_of(
-    module: Module, batch: Any, strategy: ZeroStrategy | Mapping[str, Any] | int, chosen: Rehearsal, **setting: Any
+    module: Module, batch: Any, strategy: Mapping[str, Any], chosen: Rehearsal, **setting: Any
 ) -> tuple[Scaled, ...]:
     """Rehearses a strategy on the numbers of `RANKS` that it can be on; of each, rank 0 rehearses. Returns these and
     `chosen`, fewest ranks first. The arguments are those of `compare`; the batch is that of each rank."""

@@ -62,7 +62,7 @@ class _Operation:
     """How an operation of torch is declared: see `_operation_of`."""
 
     def __init__(self, func: Any) -> None:
-        schema = schema_of(func)
+        self.func, schema = func, schema_of(func)
         self.returns = len(schema.returns)
         self.writes_to = [
             (number, one.name)
@@ -155,23 +155,24 @@ class Hollow(TorchDispatchMode):
                 return func(*args, **kwargs)
             known = known and self.knows(one)
         if kind is _Kind.READ or kind is _Kind.CHECK:
-            return self._on_read(func, kind, args, kwargs, known)
+            return self._on_read(operation, args, kwargs, known)
         if self._computes:
-            result = self._compute(func, operation, args, kwargs, given, known)
+            result = self._compute(operation, args, kwargs, given, known)
         elif kind is _Kind.WRITE:
-            result = self._on_write(func, operation, args, kwargs, given, known)
+            result = self._on_write(operation, args, kwargs, given, known)
         else:
-            result = self._on_make(func, operation, args, kwargs, given, known)
+            result = self._on_make(operation, args, kwargs, given, known)
         self._ran(func, args, kwargs, result)
         return result
 
-    def _on_read(self, func: Any, kind: _Kind, args: Any, kwargs: Any, known: bool) -> Any:
+    def _on_read(self, operation: _Operation, args: Any, kwargs: Any, known: bool) -> Any:
+        func = operation.func
         if known or self._computes:
             found = func(*args, **kwargs)
             if not known and self._is_asking:
                 self.answers.append(found)
             return found
-        if kind is _Kind.CHECK:
+        if operation.kind is _Kind.CHECK:
             return None
         if self._is_asking:
             return self._answer(f"The model asks for the values of a tensor ({func}), which may decide what it does.")
@@ -186,12 +187,10 @@ class Hollow(TorchDispatchMode):
             + ("The run on the CPU was asked for fewer." if self._can_answer else "Rehearse it with on_cpu=True.")
         )
 
-    def _compute(
-        self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
-    ) -> Any:
+    def _compute(self, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
         """Does an operation, and keeps in mind what would be known otherwise."""
         begun = self.clock()
-        result = func(*args, **kwargs)
+        result = operation.func(*args, **kwargs)
         self.took = self.clock() - begun
         made, written = tensors_in(result), operation.written(args, kwargs)
         if not known and self._is_asking and operation.has_dynamic_shape:
@@ -203,28 +202,23 @@ class Hollow(TorchDispatchMode):
             self._note_born(result)
         return result
 
-    def _on_write(
-        self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
-    ) -> Any:
+    def _on_write(self, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
         if known and _are_small(given):
-            return func(*args, **kwargs)
+            return operation.func(*args, **kwargs)
         written = operation.written(args, kwargs)
         if "out" in kwargs and not kwargs["out"].numel():  # takes the shape of the result
             meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
-            func(*meta_args, **meta_kwargs)
+            operation.func(*meta_args, **meta_kwargs)
             kwargs["out"].resize_(meta_kwargs["out"].shape)
         for one in written:
             self._forget(one)
         returned = written[: operation.returns]
         return returned[0] if len(returned) == 1 else tuple(returned) if operation.returns else None
 
-    def _on_make(
-        self, func: Any, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool
-    ) -> Any:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "meta":
-            return func(*args, **kwargs)
-        if operation.kind is _Kind.TELL:
+    def _on_make(self, operation: _Operation, args: Any, kwargs: Any, given: list[Tensor], known: bool) -> Any:
+        func, device = operation.func, kwargs.get("device")
+        is_meta = device is not None and torch.device(device).type == "meta"
+        if is_meta or operation.kind is _Kind.TELL:
             return func(*args, **kwargs)
         if operation.has_dynamic_shape:
             if known:

@@ -78,9 +78,9 @@ class Averages:
         *,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
-    ) -> norm.GradNorm:
-        """Scales gradients so that their global p-norm is at most `max_norm`. Those of a backward that has only
-        accumulated them (`no_sync`) each rank clips for itself, as under DDP. Collective.
+    ) -> Tensor:
+        """Scales gradients so that their global p-norm is at most `max_norm`. Returns that norm. Those of a backward
+        that has only accumulated them (`no_sync`) each rank clips for itself, as under DDP. Collective.
 
         Raises:
             RuntimeError: on every rank, if `error_if_nonfinite` and the norm is not finite. Nothing is scaled then.
@@ -94,7 +94,7 @@ class Averages:
                     "clipped by their norm. Clip after the backward that reduces them."
                 )
             total = clip_grad_norm_(own, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-            return norm.GradNorm(total.float())
+            return total.float()
         measured = self._measure(self.slots_with_gradients(parameters, Cause.CLIP, meets=True), norm_type)
         return norm.clip_by_norm_(measured, self.mesh, max_norm, error_if_nonfinite=error_if_nonfinite)
 

@@ -4,7 +4,7 @@ from typing import final
 
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.statement import Statement
-from lightning_zero.wire.comm import Comm, Gather
+from lightning_zero.wire.comm import Comm, Told
 
 
 @final
@@ -22,8 +22,8 @@ class Readiness:
         self.all_reduce = False  # all ranks are known to reduce the gradients of this backward
         self.settles_alone = False  # ... each has some of its own, and needs no other rank to settle them
         self.knew_all = False  # this rank has settled gradients alone: each parameter had one on it
-        self.marks: Gather | None = None  # of all ranks, until they tell who diverges
-        self._sent: Gather | None = None  # the mark of this rank, which diverges, until the others come to an exchange
+        self.marks: Told | None = None  # of all ranks, until they tell who diverges
+        self._sent: Told | None = None  # the mark of this rank, which diverges, until the others come to an exchange
 
     def reset(self) -> None:
         self.all_reduce = self.settles_alone = False
@@ -52,7 +52,7 @@ class Readiness:
     def send_mark(self, *, diverges: bool) -> None:
         """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin
         to reduce, and hear of one that does before they wait. It joins their reductions when they have served it."""
-        mark = self._comm.host.mark(f"reduce {self._reductions.shards[0].group.name}", diverges=diverges)
+        mark = self._comm.host.tell(int(diverges), f"reduce {self._reductions.shards[0].group.name}")
         if diverges:
             self._sent = mark
         else:
@@ -63,7 +63,7 @@ class Readiness:
         marks, self.marks = self.marks, None
         assert marks is not None
         marks.wait()
-        if marks.has_divergence():
+        if any(marks.numbers):
             return True
         self.note_that_all_reduce(each=True)
         return False

@@ -6,7 +6,7 @@ import torch
 
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.wire.comm import Comm, Gather, Told
+from lightning_zero.wire.comm import Comm, Told
 
 _MEETS = -1  # told in place of a pattern
 
@@ -30,7 +30,7 @@ class Replicas:
         # Where collectives are compared, what is told would stand at another place among the sums of one that meets.
         self.may_settle_alike = not (self._part and comm.sanitize)
         # Of this backward; None until this one has told.
-        self._starts: Gather | None = None  # whether any starts early
+        self._starts: Told | None = None  # whether any starts early
         self._settles: Told | None = None  # `Reductions.pattern` of each, or that it meets the others
 
     def begin_backward(self) -> None:
@@ -77,7 +77,7 @@ class Replicas:
             return
         told = self._tell_start(starts=False)
         told.wait()
-        if told.has_divergence():
+        if any(told.numbers):
             self._reductions.start_all()
             self.drain()
 
@@ -92,9 +92,9 @@ class Replicas:
                 for pool in self._reductions.pools:
                     pool.drain()
 
-    def _tell_start(self, *, starts: bool) -> Gather:
+    def _tell_start(self, *, starts: bool) -> Told:
         if self._starts is None:
-            self._starts = self._comm.host.mark("replicas", diverges=starts)
+            self._starts = self._comm.host.tell(int(starts), "replicas")
         return self._starts
 
     def _tell_end(self, pattern: int) -> Told:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.moment import state_of, wrapped_in
-from lightning_zero.shards.probe import steps_nothing
+from lightning_zero.shards.probe import is_element_wise
 from lightning_zero.shards.slot import Slot
 
 
@@ -18,7 +18,7 @@ from lightning_zero.shards.slot import Slot
 class AbsentState:
     """Gives each parameter that other ranks alone have stepped the state of one that this rank has stepped, of the same
     group and if possible as many dimensions: the same keys and counts, with empty tensors. An optimizer that
-    `steps_nothing` has made it by itself."""
+    `is_element_wise` has made it by itself."""
 
     def __init__(self, optimizer: Optimizer, known: KnownState) -> None:
         self._optimizer = optimizer
@@ -27,7 +27,7 @@ class AbsentState:
 
     def note(self, stepped: Iterable[Slot]) -> None:
         """Notes what is stepped next, on any rank."""
-        self._absent = [] if steps_nothing(self._optimizer) else [slot for slot in stepped if not slot.steps_any]
+        self._absent = [] if is_element_wise(self._optimizer) else [slot for slot in stepped if not slot.steps_any]
 
     def fill(self, slots: Mapping[Parameter, Slot]) -> None:
         """Makes the state of what was noted, once all of it is stepped. `slots` are all that the optimizer has."""

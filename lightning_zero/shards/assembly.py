@@ -219,7 +219,8 @@ def _make_gradients(
         pools[dtype] = pool
     for slot, dtype in ((slot, dtype) for group, dtype in dtypes.items() for slot in group.slots):
         set_grad_dtype(slot.parameter, dtype)
-    return [GradientShard(group, dtype, pools.get(dtype, BucketPool([]))) for group, dtype in dtypes.items()], new
+    none = BucketPool([], setting)  # of what does not travel
+    return [GradientShard(group, dtype, pools.get(dtype, none)) for group, dtype in dtypes.items()], new
 
 
 class Addition(NamedTuple):

@@ -8,8 +8,7 @@ On one rank, unless gradients rest in another tier, there are no arrays: the gra
 `p.grad`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn, final
 
 import torch
@@ -116,12 +115,10 @@ class Averaged:
         assert slot.local.grad is not None
         return slot.local.grad.detach()
 
-    @contextmanager
-    def edit_piece(self, slot: Slot) -> Iterator[Tensor]:
+    def edit_piece(self, slot: Slot) -> AbstractContextManager[Tensor]:
         """Gives out the values of `piece`, and keeps the edits made inside."""
         self._group.catch_up_alone()  # a postponed step is to see the gradient as it was before the edit
-        with self.owned_grad.edit(slot.piece.in_shard) if self.travels else nullcontext(self.piece(slot)) as piece:
-            yield piece
+        return self.owned_grad.edit(slot.piece.in_shard) if self.travels else nullcontext(self.piece(slot))
 
     @property
     def is_on_disk(self) -> bool:

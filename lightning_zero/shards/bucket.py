@@ -34,7 +34,7 @@ class Bucket:
         if self.finish is not None and self.before_wait is not None:
             self.before_wait()
         finish, self.finish = self.finish, None
-        return finish or _nothing_to_finish
+        return finish or (lambda: None)
 
 
 @final
@@ -45,12 +45,12 @@ class BucketPool:
     packed, reduced and stored, and its compute waits for nothing until `join`.
     """
 
-    def __init__(self, buckets: list[Bucket], setting: Setting | None = None) -> None:
+    def __init__(self, buckets: list[Bucket], setting: Setting) -> None:
         self._buckets = deque(buckets)  # oldest first
-        self._is_asynchronous = setting is not None and setting.mesh.shard.is_asynchronous
+        self._is_asynchronous = setting.mesh.shard.is_asynchronous
         # A rehearsal of a device has no stream: nothing is copied, and gradients are kept all the same.
-        self._aside = setting.aside if setting is not None and self._is_asynchronous else None
-        self._clock = None if setting is None else setting.mesh.shard.clock
+        self._aside = setting.aside if self._is_asynchronous else None
+        self._clock = setting.mesh.shard.clock
         # Gradients that may still be read beside compute, each with the place where that ends.
         self._packed: deque[tuple[Event | None, list[Tensor]]] = deque()
 
@@ -122,10 +122,5 @@ class BucketPool:
     def join(self) -> None:
         """Lets the current stream wait for all that was stored inside `beside`."""
         if self._aside is not None:
-            assert self._clock is not None
             self._clock.time(self._aside.join)
         self._packed.clear()
-
-
-def _nothing_to_finish() -> None:
-    pass

@@ -356,7 +356,7 @@ class GradientShard:
                 slot.local.grad = None
                 slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
         self.averaged.free()
-        self.pool = BucketPool([])
+        self.pool = BucketPool([], self.group.setting)
 
 
 def _pack_columns(packed: Tensor, grad: Tensor, chunk: Chunk) -> None:

@@ -22,15 +22,6 @@ from lightning_zero.wire.mesh import Mesh
 _CHUNK = 2**18  # elements that the host converts to float64 at a time: they stay in its caches
 
 
-class GradNorm(NamedTuple):
-    total: Tensor  # 0-d, fp32, on the device; the same on every rank
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the norm is a number. The host waits for the device."""
-        return bool(on_host(self.total).isfinite())
-
-
 class Overflow(NamedTuple):
     """Where the gradients of a step were not finite."""
 
@@ -81,12 +72,13 @@ class Measured:
             parts = comm.all_reduce(parts, "norm", reduction)
         return parts if self.norm_type == inf else parts.pow(1.0 / self.norm_type)
 
-    def total_norm(self, mesh: Mesh) -> GradNorm:
-        """Returns the norm of all gradients as one vector. Collective as `norms` is."""
+    def total_norm(self, mesh: Mesh) -> Tensor:
+        """Returns the norm of all gradients as one vector: 0-d, fp32, on the device, the same on every rank. Collective
+        as `norms` is."""
         norms, p = self.norms(mesh), self.norm_type
         if not norms.numel():
-            return GradNorm(torch.zeros((), device=norms.device))
-        return GradNorm((norms.max() if p == inf else norms.pow(p).sum().pow(1.0 / p)).float())
+            return torch.zeros((), device=norms.device)
+        return (norms.max() if p == inf else norms.pow(p).sum().pow(1.0 / p)).float()
 
     def overflow(self, comm: Comm) -> Overflow:
         """Returns which gradients are not finite on any rank, the same on every rank. Collective; the host waits for
@@ -157,15 +149,16 @@ def scale_(slots: Sequence[Slot], factor: Tensor, limit: Limit | None = None) ->
             multiply_(pieces, known)
 
 
-def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> GradNorm:
-    """Scales all gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`."""
+def clip_by_norm_(measured: Measured, mesh: Mesh, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+    """Scales all gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`, and
+    returns that norm. With `error_if_nonfinite` the host waits for the device."""
     norm = measured.total_norm(mesh)
-    if error_if_nonfinite and not norm.is_finite:
+    if error_if_nonfinite and not on_host(norm).isfinite():
         raise RuntimeError(
-            f"The gradient norm is {norm.total.item()}, and nothing was clipped. To go on all the same, write "
+            f"The gradient norm is {norm.item()}, and nothing was clipped. To go on all the same, write "
             "error_if_nonfinite=False."
         )
-    scale_(measured.slots, torch.clamp(max_norm / (norm.total + 1e-6), max=1.0), mesh.world.limit)
+    scale_(measured.slots, torch.clamp(max_norm / (norm + 1e-6), max=1.0), mesh.world.limit)
     return norm
 
 

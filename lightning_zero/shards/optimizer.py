@@ -21,7 +21,7 @@ from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.known import KnownState
 from lightning_zero.shards.layout import fill
 from lightning_zero.shards.moment import Moment, catch_up_before_use, forget_to_catch_up, wrapped_in
-from lightning_zero.shards.probe import calls_closure_again, leaves_idle
+from lightning_zero.shards.probe import calls_closure_again, is_element_wise
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
@@ -104,7 +104,7 @@ class PieceStepper:
     def without_idle(self, slots: Sequence[Slot]) -> list[Slot]:
         """Returns those of `slots` that a step may change; the same on all ranks. An optimizer that is not known may
         change what has no gradient, too."""
-        if not leaves_idle(self.optimizer):
+        if not is_element_wise(self.optimizer):
             return [*slots]
         with no_interception():  # users may have given some gradients of their own
             given = {slot.group for slot in slots if slot.local.grad is not None}

@@ -100,7 +100,7 @@ def _benches(device: torch.device) -> list[_Bench]:
 
 def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str | None:
     """Returns why an optimizer, which steps on `device`, cannot step pieces of its parameters; None if it can."""
-    if type(optimizer) in ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
+    if is_element_wise(optimizer) or not any(group["params"] for group in optimizer.param_groups):
         return None
     for bench in _benches(device):
         try:
@@ -125,14 +125,10 @@ def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
     return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, 1, bench) else BY_CHANCE
 
 
-def steps_nothing(optimizer: Optimizer) -> bool:
-    """Whether an optimizer can be given tensors without elements. It then keeps the same state of them as of others.
-    Torch's kernels are known to leave such a tensor alone; those of other packages may end the process."""
-    return type(optimizer) in ELEMENT_WISE
-
-
-def leaves_idle(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to leave a parameter alone that has no gradient."""
+def is_element_wise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to step each element by itself, and to leave a parameter alone that has no
+    gradient. It can be given tensors without elements, and keeps the same state of them as of others. Torch's kernels
+    leave such a tensor alone; those of other packages may end the process."""
     return type(optimizer) in ELEMENT_WISE
 
 
@@ -156,7 +152,7 @@ def state_tensors_of(optimizer: Optimizer, device: torch.device = HOST) -> int:
 def calls_closure_again(optimizer: Optimizer, device: torch.device = HOST) -> bool:
     """Whether an optimizer, which steps on `device`, calls the closure several times in a step, found by a step on
     small tensors."""
-    if type(optimizer) in ELEMENT_WISE:
+    if is_element_wise(optimizer):
         return False
     for bench in _benches(device):
         calls = 0

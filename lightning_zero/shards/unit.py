@@ -78,13 +78,11 @@ class Unit:
 
     def pass_by(self, diverges: bool | None = None) -> Gather:
         """Takes part in the other ranks' gather of the unit, and keeps no values. Returns what `gather` returns."""
-        first, *others = self.groups
-        first.catch_up()
-        gather = first.pass_by(first.owned_param, "gather", diverges)[0]
-        for group in others:
+        begun: list[Gather] = []
+        for group in self.groups:
             group.catch_up()
-            group.pass_by(group.owned_param, "gather")
-        return gather
+            begun += group.pass_by(group.owned_param, "gather", None if begun else diverges)
+        return begun[0]
 
     def group_at(self, offset: int) -> tuple[ShardGroup, int]:
         """Returns the group that a byte of the buffer belongs to, and the byte at which the group starts."""

@@ -185,7 +185,7 @@ class WholeWindow(Window):
                 slot.group.master.write(slot.piece.in_shard, values)
             else:
                 master.copy_(values)
-        self._put_masters()
+        super().put_values()
         self._brought = {}
 
     def _exchange(self, parts: dict[int, list[Tensor]], numels: dict[int, list[int]]) -> list[Iterator[Tensor]]:

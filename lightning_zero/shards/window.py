@@ -21,7 +21,7 @@ from lightning_zero.shards.counting import StepCounts
 from lightning_zero.shards.gradient import averaged_of, set_grad_dtype
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.moment import VERDICT, Moment
-from lightning_zero.shards.probe import steps_nothing
+from lightning_zero.shards.probe import is_element_wise
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import sparse_of
 from lightning_zero.shards.staging import NOT_STAGED, Staged, StagingPool
@@ -67,7 +67,7 @@ class Window(ABC):
         self.is_late = late
         self.staged = Staged(optimizer, slots, pool, late=late)
         self._optimizer = optimizer
-        self._steps_empty = steps_nothing(optimizer)
+        self._steps_empty = is_element_wise(optimizer)
         self._shown: dict[Slot, _Shown] = {}
         self._stand_ins: dict[Parameter, Parameter] = {}  # stepped in place of parameters that are no plain tensors
         self._hidden: dict[Slot, Tensor | None] = {}  # gradients of parameters of which this rank has nothing
@@ -225,11 +225,7 @@ class Window(ABC):
             parameter.grad = shown.grad
             parameter.__class__ = shown.kind
 
-    @abstractmethod
     def put_values(self) -> None:
-        """Writes the new values to where they rest."""
-
-    def _put_masters(self) -> None:
         """Writes the stepped masters to where they and the parameters rest."""
         if self.staged.is_on_disk:
             self.staged.put_masters()
@@ -265,9 +261,6 @@ class PieceWindow(Window):
             assert whole is not None
             grad = whole.view(shape)
         return piece, grad.to(piece.device, piece.dtype)
-
-    def put_values(self) -> None:
-        self._put_masters()
 
 
 def is_part(slot: Slot) -> bool:

@@ -13,10 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.pl.automatic import beside_defaults
-from lightning_zero.rehearsal.choosing import batch_from
+from lightning_zero.rehearsal.choosing import OF_TRAINER, batch_from
 from lightning_zero.rehearsal.commands import Training
 
-OF_TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 PARTS = ("model", "data", "strategy")
 
 

@@ -172,16 +172,9 @@ class Comm(ABC):
         gather.clock = self.clock
         return gather
 
-    def mark(self, name: str, *, diverges: bool) -> Gather:
-        """Starts to tell all ranks whether this one diverges, where no gather can tell it: 8 bytes to each."""
-        rows = torch.zeros(self.size, 1, dtype=torch.int64, device=HOST)
-        key = self._issue("mark", name, None, (self.size - 1) * rows[0].nbytes)
-        gather = self._all_gather(rows, rows[self.rank], key, diverges)
-        gather.clock = self.clock
-        return gather
-
     def tell(self, number: int, name: str) -> Told:
-        """Starts to tell all ranks a number: 8 bytes to each, as in `mark`."""
+        """Starts to tell all ranks a number, such as a mark that this one diverges where no gather can tell it: 8 bytes
+        to each."""
         rows = torch.full((self.size, 1), number, dtype=torch.int64, device=HOST)
         key = self._issue("mark", name, None, (self.size - 1) * rows[0].nbytes)
         work = self._all_gather(rows, rows[self.rank], key, None)
