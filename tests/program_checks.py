@@ -198,7 +198,11 @@ def _uses_of(draw: Any, facts: Facts, trained: list[int]) -> list[Use]:
             if layer in trained and complete not in uses[uses.index(Use(Cause.BACKWARD)) :] and draw(st.integers(0, 4)):
                 uses.append(complete)
         is_last = micro == micros - 1
-        uses.append(Use(Cause.END if is_last or draw(st.booleans()) else Cause.KEPT))
+        reduces = is_last or draw(st.booleans())
+        uses.append(Use(Cause.END if reduces else Cause.KEPT))
+        if reduces and not facts.steps_in_backward:
+            looks = st.sampled_from([Cause.READ_GRADIENT, Cause.MEASURE, Cause.LOOK])
+            uses += [Use(cause) for cause in draw(st.lists(looks, max_size=1))]
     clips = not facts.steps_in_backward and draw(st.booleans())
     at_once = clips and draw(st.booleans())
     uses += [Use(Cause.UNSCALE)] if clips and draw(st.booleans()) else []

@@ -44,6 +44,7 @@ _COLLECTIVES = {
     "all_gather gather ": Kind.UNSHARD,
     "all_gather publish ": Kind.PUBLISH,
     "all_gather gradient ": Kind.GATHER,
+    "all_gather read gradient ": Kind.CALL,
     "all_gather reduce ": Kind.REDUCE,
 }
 
@@ -180,6 +181,8 @@ def train(
     world: int = 2,
     frozen: int = 0,
     buffers: bool = False,
+    looks: Callable[[Engine], Any] | None = None,
+    looks_after: int | None = None,
     make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     **options: Any,
 ) -> tuple[Program, Recorder]:
@@ -203,6 +206,8 @@ def train(
                     (scaler.scale(loss) if scales else loss).backward()
             if micro + 1 == clips_after:
                 engine.averages.clip_by_norm_(optimizer, 1.0)
+            if looks is not None and micro + 1 == (looks_after or micros):
+                looks(engine)
         if scales:
             engine.averages.unscale_(scaler, optimizer)
             scaler.update()
@@ -220,6 +225,16 @@ def train(
         step()
     engine.close(whole=False)
     return program, recorder
+
+
+def ask_for_gradients(engine: Engine) -> None:
+    """Whether there are gradients, of which no values are read."""
+    assert all(parameter.grad is not None for parameter in engine.module.parameters() if parameter.requires_grad)
+
+
+def read_gradient(engine: Engine) -> None:
+    *_, last = engine.module.parameters()
+    last.grad.norm()  # type: ignore[union-attr]
 
 
 def fit_and_ask(strategy: Any) -> dict[str, Any]:

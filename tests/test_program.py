@@ -76,6 +76,26 @@ CASES: dict[str, dict[str, Any]] = {
     "some frozen, clipped, two micro-batches": {"frozen": 2, "clips": True, "micros": 2},
     "some frozen, published late": {"frozen": 2, "late_publish_bytes": 0},
 }
+LOOKS: dict[str, dict[str, Any]] = {
+    "whether there are any": {"looks": program_jobs.ask_for_gradients},
+    "one, and another one": {"looks": lambda engine: [program_jobs.read_gradient(engine) for _ in range(2)]},
+    "one, then clipped": {"looks": program_jobs.read_gradient, "clips": True},
+    "the norm of each": {"looks": lambda engine: engine.averages.norms()},
+    "the norm of each, scaled and clipped": {
+        "looks": lambda engine: engine.averages.norms(),
+        "scales": True,
+        "clips": True,
+    },
+    "one after two of four micro-batches": {"looks": program_jobs.read_gradient, "micros": 4, "looks_after": 2},
+    "whether there are any, after the first of three": {
+        "looks": program_jobs.ask_for_gradients,
+        "micros": 3,
+        "looks_after": 1,
+    },
+    "one, few buckets": {"looks": program_jobs.read_gradient, "bucket_bytes": 2**20, "micros": 2},
+    "one, two replicas": {"looks": program_jobs.read_gradient, "world": 4, "replicate_size": 2},
+    "one, frozen layers": {"looks": program_jobs.read_gradient, "frozen": 2},
+}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "host": {"optimizer": "cpu"},
     "disk": {"optimizer": "nvme"},
@@ -97,6 +117,12 @@ def assert_does_what_it_says(program: Any, recorder: program_jobs.Recorder) -> N
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_does_what_the_program_says(case: str, stage: int) -> None:
     assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, **CASES[case]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", LOOKS)
+def test_the_engine_does_what_the_program_says_where_users_look_at_gradients(case: str, stage: int) -> None:
+    assert_does_what_it_says(*program_jobs.train(program_jobs.tower(6), stage=stage, **LOOKS[case]))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -49,7 +49,8 @@ def phases_of(program: Program) -> list[Phase]:
     return phases
 
 
-_ANYWHERE = (Cause.UNIT, Cause.CALL, Cause.READ, Cause.GRADIENT, Cause.LOOK)  # uses that may be in any phase
+# Uses that may be in any phase.
+_ANYWHERE = (Cause.UNIT, Cause.CALL, Cause.READ, Cause.GRADIENT, Cause.LOOK, Cause.MEASURE, Cause.READ_GRADIENT)
 _MADE_IN = {
     Phase.BUILD: Other.BUFFER,
     Phase.SET_UP: Other.BUFFER,

@@ -148,7 +148,7 @@ class Averages:
     def norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Returns the norm of each averaged gradient (0-d, fp32, on the device), by the name of its parameter; of those
         that have only accumulated (`no_sync`), this rank's own. Collective."""
-        slots = self.slots_with_gradients(self.module.parameters(), meets=True)
+        slots = self.slots_with_gradients(self.module.parameters(), Cause.MEASURE, meets=True)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         if self.reductions.are_accumulated:
             own = {names[slot.parameter]: whole_of(slot.parameter.grad) for slot in slots}

@@ -8,7 +8,7 @@ from lightning_zero.run.program import Cause, Use
 
 LONGEST = 100_000  # uses of a step; a longer one is not kept
 # An evaluation before one of these is over.
-_TRAINING = {Cause.BACKWARD, Cause.UNSCALE, Cause.CLIP, Cause.LOOK, Cause.STEP, Cause.STEP_AFTER_CLIP}
+_TRAINING = {Cause.BACKWARD, Cause.UNSCALE, Cause.CLIP, Cause.LOOK, Cause.MEASURE, Cause.STEP, Cause.STEP_AFTER_CLIP}
 
 
 @final

@@ -60,6 +60,8 @@ class _Placing:
             Cause.UNSCALE: self._unscale,
             Cause.CLIP: self._clip,
             Cause.LOOK: lambda _: self._meet(),
+            Cause.MEASURE: self._clip,
+            Cause.READ_GRADIENT: self._read_gradient,
             Cause.STEP: self._step,
             Cause.STEP_AFTER_CLIP: self._step,
             Cause.STEPPED: self._steps.end_call,
@@ -156,11 +158,16 @@ class _Placing:
             self._settle()
             self._starts_early = None
             self._reduced += len(self._facts.order)
-        elif self._at in self._alone:
-            self._is_ready = self._is_unsettled = False
-            self._settle()
+        else:
+            self._settle_alone()
         self._meet()
         self._started = 0
+
+    def _settle_alone(self) -> None:
+        """Settles the last backward, where this rank needs no other for it."""
+        if self._at in self._alone:
+            self._is_ready = self._is_unsettled = False
+            self._settle()
 
     def _start_complete(self, _: int) -> None:
         """Starts the reductions of complete groups. Where units are gathered, a plan says when."""
@@ -226,6 +233,10 @@ class _Placing:
             self._follow(self._plan[self._at])
 
     # -- gradients that are averaged
+
+    def _read_gradient(self, _: int) -> None:
+        self._settle_alone()
+        self._meet()
 
     def _unscale(self, _: int) -> None:
         self._meet()

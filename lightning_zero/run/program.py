@@ -30,7 +30,9 @@ class Cause(StrEnum):
     KEPT = "end of backward, kept"  # ... whose gradients stay on this rank: a micro-batch that only accumulates
     UNSCALE = "unscale"  # a gradient scaler asks whether gradients have overflowed
     CLIP = "clip"
-    LOOK = "look"  # averaged gradients are changed, or measured each by itself
+    LOOK = "look"  # averaged gradients are changed
+    MEASURE = "measure"  # ... or measured, each by itself
+    READ_GRADIENT = "read gradient"  # a `p.grad` is read, the first one since a backward
     STEP = "step"  # the user calls `optimizer.step` (optimizer)
     STEP_AFTER_CLIP = "step after clip"  # ... with no code of users between clipping and the call
     STEPPED = "stepped"  # the optimizer's own arithmetic is done (optimizer)

@@ -36,6 +36,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.course import Course
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
+from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
 from lightning_zero.run.reductions import Reductions, Stage
 from lightning_zero.run.replicas import Replicas
@@ -53,6 +54,7 @@ class Rendezvous:
         self._cache = cache
         self._units = cache.units
         self._reductions = reductions
+        self._journal = journal
         gathers = bool(cache.units)
         # The ranks that go one way together. Each gather tells of divergence those that share shards, and no others.
         self.comm = mesh.shard if gathers else mesh.data
@@ -186,6 +188,8 @@ class Rendezvous:
         is_unsettled = self._reductions.stage is Stage.UNSETTLED
         if not (is_unsettled or meets):
             return  # as nearly always: it is asked at each look at a `p.grad`
+        if not meets:
+            self._journal.note(Cause.READ_GRADIENT)
         with no_interception(), torch.no_grad():
             if meets and (is_unsettled or self.serving.may_be_wanted):
                 self.meet()

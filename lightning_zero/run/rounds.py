@@ -21,7 +21,7 @@ def rounds_of(facts: Facts, uses: Sequence[Use]) -> list[Round]:
     """Returns the rounds of a step that is like the one before it."""
     found, start = [], 0
     met = _meetings(facts, uses)
-    between = [at for at in met if uses[at].cause is Cause.BACKWARD and facts.spans]
+    between = [at for at, settles in met.items() if settles and uses[at].cause is Cause.BACKWARD and facts.spans]
     for stop in [at for at in [*met, len(uses)] if at not in between]:
         inside = [at for at in between if start <= at < stop]
         span = _round(facts, uses, start, stop, inside)
@@ -34,9 +34,10 @@ def rounds_of(facts: Facts, uses: Sequence[Use]) -> list[Round]:
     return found
 
 
-def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
-    """Returns the uses at which ranks meet, if no round spans micro-batches."""
-    found, is_unsettled = [], False
+def _meetings(facts: Facts, uses: Sequence[Use]) -> dict[int, bool]:
+    """Returns the uses at which ranks meet, if no round spans micro-batches, and whether they settle a backward there.
+    Ranks that have read gradients meet once more before anything else that all do: one may have been alone."""
+    found, is_unsettled, is_awaited = dict[int, bool](), False, False
     may_be_wanted, settles_at_end = bool(facts.units or facts.calls), facts.gathers_gradients or facts.steps_in_backward
     alone = settled_alone(facts, uses)
     for at, use in enumerate(uses):
@@ -44,16 +45,19 @@ def _meetings(facts: Facts, uses: Sequence[Use]) -> list[int]:
         is_unsettled &= at not in alone
         meets = {
             Cause.CALL: facts.meets_for(use),
-            Cause.BACKWARD: is_unsettled,
+            Cause.BACKWARD: is_unsettled or is_awaited,
             Cause.END: settles_at_end,
             Cause.UNSCALE: is_unsettled or may_be_wanted,
             Cause.CLIP: is_unsettled or may_be_wanted,
             Cause.LOOK: is_unsettled or may_be_wanted,
+            Cause.MEASURE: is_unsettled or may_be_wanted,
+            Cause.READ_GRADIENT: is_unsettled,
             Cause.STEP: may_be_wanted or not settles_at_end,
         }.get(cause, False)
-        is_unsettled = (is_unsettled or cause is Cause.END) and not meets
         if meets:
-            found.append(at)
+            found[at] = is_unsettled or cause is Cause.END
+            is_awaited = may_be_wanted and cause is Cause.READ_GRADIENT
+        is_unsettled = (is_unsettled or cause is Cause.END) and not meets
     return found
 
 
@@ -65,8 +69,8 @@ def tells_ready(facts: Facts, uses: Sequence[Use]) -> bool:
 
 
 def settled_alone(facts: Facts, uses: Sequence[Use]) -> set[int]:
-    """Returns the beginnings of backwards at which each rank settles the last one without the others: it has heard, in
-    that one, that they reduce, and has all gradients."""
+    """Returns the beginnings of backwards, and reads of gradients, at which each rank settles the last one without the
+    others: it has heard, in that one, that they reduce, and has all gradients."""
     found, there, is_over = set[int](), set[int](), False
     hears = facts.settles_alone and tells_ready(facts, uses)
     for at, (cause, number) in enumerate(uses):
@@ -74,7 +78,7 @@ def settled_alone(facts: Facts, uses: Sequence[Use]) -> set[int]:
             there.add(number)
         elif cause is Cause.END:
             is_over = True
-        elif cause is Cause.BACKWARD and is_over:
+        elif cause in (Cause.BACKWARD, Cause.READ_GRADIENT) and is_over:
             if hears and there.issuperset(facts.order):
                 found.add(at)
             there.clear()
