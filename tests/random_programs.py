@@ -1,0 +1,570 @@
+"""Training loops as data: a list of operations that hypothesis draws, shrinks and prints, and what carries them out.
+
+A user's loop is a list of `Op`s over a small model. `run_with_fabric` carries it out under any strategy of Fabric's; under
+`Plain`, ranks average gradients by hand after each backward, as DDP does, and nothing else is done.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric_jobs import fabric
+from models import seeded
+from random_changes import OF_DATA, OF_GRADIENTS
+from random_models import Running
+
+WIDTH = 5
+LAYERS = ("up", "mid", "again", "left", "right", "shift", "gate", "spare")
+
+
+class Net(nn.Module):
+    """A tied weight, a scalar, a buffer if `running`, layers that only some forwards use, and one that none does."""
+
+    def __init__(self, *, running: bool = False, tied: bool = True) -> None:
+        super().__init__()
+        self.up, self.mid, self.again = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        if tied:
+            self.again.weight = self.mid.weight
+        self.left, self.right = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.shift = Running(WIDTH, torch.float32) if running else nn.LayerNorm(WIDTH)
+        self.gate = nn.Parameter(torch.tensor(0.7))
+        self.spare = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, way: int) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        if way & 1:
+            hidden = hidden + torch.tanh(self.left(hidden)) * self.gate
+        if way & 2:
+            hidden = self.shift(hidden)
+        if way & 4:
+            hidden = torch.tanh(self.right(hidden))
+        return self.again(torch.tanh(self.mid(hidden)))
+
+    def score(self, x: Tensor, way: int) -> Tensor:
+        """Another method that users call in place of forward."""
+        return self.right(self(x, way))
+
+
+class Forward(NamedTuple):
+    """A forward and its loss. Each rank goes its own `ways` (modulo their number) through the model."""
+
+    ways: tuple[int, ...] = (7,)
+    scores: bool = False
+
+
+class Backward(NamedTuple):
+    """One backward of the sum of losses, or as many as there are `repeats` of the same graph."""
+
+    forwards: tuple[Forward, ...] = (Forward(),)
+    syncs: bool = True
+    repeats: int = 1
+    overflows: bool = False  # on rank 0
+
+
+class Read(NamedTuple):
+    """`who` is a rank, or None for all."""
+
+    what: str = "weights"
+    who: int | None = None
+
+
+class Edit(NamedTuple):
+    """Of a gradient: one in `OF_GRADIENTS`, or whole; `which` parameter, modulo their number, or None for all."""
+
+    how: str
+    which: int | None = None
+
+
+class EditWeight(NamedTuple):
+    how: str
+    which: int
+
+
+class Clip(NamedTuple):
+    how: str  # as Fabric's, or torch's own
+    limit: float
+
+
+class Step(NamedTuple):
+    closure: Backward | None = None
+
+
+class ZeroGrad(NamedTuple):
+    to_none: bool = True
+
+
+class Freeze(NamedTuple):
+    layer: str
+    thaws: bool = False
+
+
+class Rate(NamedTuple):
+    lr: float
+
+
+class Evaluate(NamedTuple):
+    who: int | None = None
+
+
+class Whole(NamedTuple):
+    """`full_parameters`, with a weight that is written inside, or with none."""
+
+    which: int | None
+
+
+class Save(NamedTuple):
+    pass
+
+
+class Load(NamedTuple):
+    pass
+
+
+Op = Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained, and how."""
+
+    ops: tuple[Op, ...]
+    precision: str = "32-true"
+    world: int = 2
+    running: bool = False
+    optimizers: int = 1
+    kind: str = "momentum"
+    strategy: dict[str, Any] = field(default_factory=lambda: {"stage": 2})
+
+    @property
+    def is_half(self) -> bool:
+        return self.precision in ("16-true", "bf16-true")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether docs/numerics.md promises the bits of DDP (those of stage 0, in half precision)."""
+        averaged = 0  # backwards whose averages are in the gradients
+        for op in self.ops:
+            if isinstance(op, ZeroGrad):
+                averaged = 0
+            backward = op.closure if isinstance(op, Step) else op
+            if isinstance(backward, Backward):
+                averaged = (0 if isinstance(op, Step) else averaged) + backward.repeats * backward.syncs
+                if averaged > 1 or (averaged and not backward.syncs):
+                    return False
+            if isinstance(op, Clip) and "norm" in op.how:
+                return False
+        return self.world == 2
+
+    def tolerance(self) -> float:
+        """Relative to the largest value: of two roundings for each operation in what is computed in two bytes, and of
+        sums of a hundred terms in fp32."""
+        eps = {"16-true": 2.0**-11, "bf16-true": 2.0**-8, "16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
+        return 2 * (1 + len(self.ops)) * eps.get(self.precision, 100 * 2.0**-24)
+
+
+def sensible(program: Program) -> Program:
+    """Leaves out what a user's loop cannot do, or what is documented to differ."""
+    kept: list[Op] = []
+    pending, parted, unscaled, graded, saved = False, False, False, False, False
+    scales = program.precision == "16-mixed"
+    for op in program.ops:
+        if pending and isinstance(op, Step | Save | Load | Freeze | Whole):
+            continue  # gradients are each rank's own: they are to be reduced first
+        if parted and (isinstance(op, Edit | Clip) or (isinstance(op, Read) and op.what in ("gradients", "norms"))):
+            continue  # which of them are None is each rank's own, too
+        if isinstance(op, Read) and op.what == "norms" and pending:
+            continue
+        if isinstance(op, Step) and op.closure is None and not graded:
+            continue
+        if isinstance(op, Step) and op.closure is not None and (scales or not op.closure.syncs):
+            continue
+        if isinstance(op, Clip) and scales and (unscaled or not graded or pending):
+            continue  # a scaler unscales once in a step
+        if isinstance(op, Load) and not saved:
+            continue
+        if isinstance(op, Evaluate) and op.who is not None and program.running:
+            continue  # its broadcast is a collective, as under DDP
+        if isinstance(op, Freeze) and op.layer == "up":
+            continue  # there is a gradient always
+        if isinstance(op, Edit) and op.how == "drop" and op.which is None:
+            graded = False
+        if isinstance(op, Backward):
+            if unscaled or (op.overflows and not scales):
+                op = op._replace(overflows=False)
+                if unscaled:
+                    continue
+            uneven = any(len(set((*one.ways, *one.ways)[: program.world])) > 1 for one in op.forwards)
+            pending = not op.syncs
+            parted = pending and (parted or uneven)
+            graded = True
+        if isinstance(op, ZeroGrad):
+            pending = parted = False
+            graded = graded and not op.to_none
+        if isinstance(op, Step):
+            unscaled = False
+            graded = True
+        unscaled = unscaled or (scales and isinstance(op, Clip))
+        saved = saved or isinstance(op, Save)
+        kept.append(op)
+    return Program(tuple(kept), **{k: v for k, v in vars(program).items() if k != "ops"})
+
+
+# -- ranks
+
+
+class Plain(DDPStrategy):
+    """Averages gradients by hand after each backward, where DDP does, and broadcasts buffers where it does."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        self.averaging = Averaging(module)
+        self._backward_sync_control = self.averaging
+        return self.averaging
+
+    def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, module, *args, **kwargs)
+        self.averaging.average()
+
+
+class Averaging(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.reduces, self.is_stale = True, True
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.data, 0)
+
+    def forward(self, *args: Any) -> Any:
+        if self.is_stale:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+        output = self.module(*args)
+        self.is_stale = self.reduces and torch.is_grad_enabled()
+        return output
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        self.reduces = not enabled
+        yield
+        self.reduces = True
+
+    def average(self) -> None:
+        if not self.reduces:
+            return
+        for parameter in self.module.parameters():
+            grad = parameter.grad
+            used = torch.tensor(grad is not None, dtype=torch.uint8)
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            if used:
+                rows = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+                dist.all_gather(rows, torch.zeros_like(parameter) if grad is None else grad)
+                total = sum(rows[1:], start=rows[0].clone()) / len(rows)
+                if grad is None:
+                    parameter.grad = total
+                else:
+                    grad.copy_(total)
+
+
+class Loop(NamedTuple):
+    """What a user's loop calls."""
+
+    model: Any  # what is called
+    module: Net
+    optimizers: list[Any]  # whose `step` is called
+    backward: Callable[..., None]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    clip: Callable[[Any, Clip], Any]
+    strategy: Any
+
+    @property
+    def inner(self) -> list[Optimizer]:
+        return [getattr(one, "optimizer", one) for one in self.optimizers]
+
+
+def run_with_fabric(program: Program, how: Any) -> dict[str, Tensor]:
+    """All that the program reads, and what it leaves, on this rank. `how` is a strategy, or the arguments of ours."""
+    made = fabric(Plain() if how == "plain" else how, program.world, program.precision)
+    rank = made.global_rank
+    module = seeded(lambda: Net(running=program.running, tied=program.precision != "bf16-true"), rank)
+    model, *optimizers = made.setup(module, *optimizers_of(program, module))
+    model.mark_forward_method("score")
+
+    def clip(optimizer: Any, op: Clip) -> Any:
+        if op.how == "norm":
+            return made.clip_gradients(model, optimizer, max_norm=op.limit, error_if_nonfinite=False)
+        return made.clip_gradients(model, optimizer, clip_val=op.limit)
+
+    loop = Loop(
+        model, module, optimizers, made.backward, lambda: made.no_backward_sync(model), clip, made.strategy
+    )
+    try:
+        return carry_out(program, loop, rank, made)
+    finally:
+        made.strategy.teardown()
+
+
+def optimizers_of(program: Program, module: nn.Module) -> list[Optimizer]:
+    """The first has what each forward uses."""
+    own = list(module.parameters())
+    shares = [own] if program.optimizers == 1 else [own[:5], own[5:]]
+    make: Callable[[Any], Optimizer] = {
+        "momentum": lambda share: torch.optim.SGD(share, lr=0.2, momentum=0.5, weight_decay=0.01),
+        "sgd": lambda share: torch.optim.SGD(share, lr=0.5),
+        "adam": lambda share: torch.optim.AdamW(share, lr=0.05, eps=1e-3),
+    }[program.kind]
+    return [make(share) for share in shares]
+
+
+def carry_out(program: Program, loop: Loop, rank: int, made: Fabric | None = None) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+    kept: list[Any] = []
+    for number, op in enumerate(program.ops):
+        CARRY_OUT[type(op)](op, loop, rank, Notes(seen, f"{number} {type(op).__name__}", number, kept))
+    read_state(loop, Notes(seen, "at the end", 0, kept))
+    return seen
+
+
+class Notes(NamedTuple):
+    """Where an operation writes down what it reads."""
+
+    seen: dict[str, Tensor]
+    place: str
+    number: int
+    kept: list[Any]
+
+    def note(self, name: str, value: Any) -> None:
+        self.seen[f"{self.place}: {name}"] = torch.as_tensor(value).detach().clone()
+
+
+def backward(op: Backward, loop: Loop, rank: int, notes: Notes) -> Any:
+    with nullcontext() if op.syncs else loop.no_sync():
+        losses = []
+        for at, forward in enumerate(op.forwards):
+            generator = torch.Generator().manual_seed(1000 * notes.number + 10 * at + rank)
+            x = torch.randn(3, WIDTH, generator=generator)
+            call = loop.model.score if forward.scores else loop.model
+            losses.append(call(x, forward.ways[rank % len(forward.ways)]).float().square().mean())
+        loss = torch.stack(losses).sum()
+        notes.note("loss", loss)
+        if op.overflows and rank == 0:
+            loss = loss * float("inf")
+        for repeat in range(op.repeats):
+            loop.backward(loss, **({"retain_graph": True} if repeat < op.repeats - 1 else {}))
+    return loss
+
+
+def read(op: Read, loop: Loop, rank: int, notes: Notes) -> None:
+    if op.who not in (None, rank):
+        return
+    for name, parameter in loop.module.named_parameters():
+        if op.what == "weights":
+            notes.note(name, parameter)
+        elif op.what == "sums":
+            notes.note(name, parameter.sum())
+        elif parameter.grad is not None:
+            notes.note(f"{name}.grad", parameter.grad.norm() if op.what == "norms" else parameter.grad)
+
+
+def edit(op: Edit, loop: Loop, rank: int, notes: Notes) -> None:
+    parameters = list(loop.module.parameters())
+    for parameter in parameters if op.which is None else [parameters[op.which % len(parameters)]]:
+        if op.how == "drop":
+            parameter.grad = None
+        elif op.how == "replace":
+            parameter.grad = torch.full_like(parameter, 0.125, dtype=parameter.grad_dtype)
+        elif op.how == "scaled copy" and parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+        elif parameter.grad is not None and op.how in OF_GRADIENTS:
+            OF_GRADIENTS[op.how](parameter.grad)
+
+
+def edit_weight(op: EditWeight, loop: Loop, rank: int, notes: Notes) -> None:
+    parameters = list(loop.module.parameters())
+    parameter = parameters[op.which % len(parameters)]
+    if op.how in OF_DATA:
+        OF_DATA[op.how](parameter)
+        return
+    with torch.no_grad():
+        if op.how == "foreach":
+            torch._foreach_mul_(parameters, 0.75)
+        elif op.how == "from another":
+            parameter.mul_(0.5).add_(parameters[0].sum() * 0.125)
+        else:
+            parameter.clamp_(-0.25, 0.25)
+
+
+def clip(op: Clip, loop: Loop, rank: int, notes: Notes) -> None:
+    for optimizer in loop.optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter.grad is None for parameter in parameters):
+            continue  # torch's own raises
+        if op.how in ("norm", "value"):
+            found = loop.clip(optimizer, op)
+        else:
+            found = (nn.utils.clip_grad_norm_ if "norm" in op.how else nn.utils.clip_grad_value_)(parameters, op.limit)
+        if found is not None:
+            notes.note("norm", found)
+
+
+def step(op: Step, loop: Loop, rank: int, notes: Notes) -> None:
+    for number, optimizer in enumerate(loop.optimizers):
+        if op.closure is None:
+            optimizer.step()
+            continue
+
+        def closure(number: int = number, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            return backward(op.closure, loop, rank, notes._replace(place=f"{notes.place} {number}"))
+
+        optimizer.step(closure)
+
+
+def zero_grad(op: ZeroGrad, loop: Loop, rank: int, notes: Notes) -> None:
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad(set_to_none=op.to_none)
+
+
+def freeze(op: Freeze, loop: Loop, rank: int, notes: Notes) -> None:
+    layer = getattr(loop.module, op.layer)
+    layer.requires_grad_(op.thaws)
+
+
+def set_rate(op: Rate, loop: Loop, rank: int, notes: Notes) -> None:
+    for optimizer in loop.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = op.lr
+
+
+def evaluate(op: Evaluate, loop: Loop, rank: int, notes: Notes) -> None:
+    if op.who in (None, rank):
+        loop.model.eval()
+        with torch.no_grad():
+            notes.note("loss", loop.model(torch.full((2, WIDTH), 0.5 + rank), 7).float().square().mean())
+        loop.model.train()
+
+
+def whole(op: Whole, loop: Loop, rank: int, notes: Notes) -> None:
+    parameters = list(loop.module.parameters())
+    full = getattr(loop.strategy, "full_parameters", lambda *_, **__: nullcontext())
+    with full(loop.module, write=op.which is not None):
+        notes.note("sum", sum(parameter.double().sum() for parameter in parameters))
+        if op.which is not None:
+            with torch.no_grad():
+                parameters[op.which % len(parameters)].view(-1)[0] = 0.5
+
+
+def save(op: Save, loop: Loop, rank: int, notes: Notes) -> None:
+    notes.kept[:] = [copy.deepcopy(loop.module.state_dict()), [state_of(loop, one) for one in loop.inner]]
+
+
+def load(op: Load, loop: Loop, rank: int, notes: Notes) -> None:
+    loop.module.load_state_dict(notes.kept[0])
+    for optimizer, state in zip(loop.inner, notes.kept[1], strict=True):
+        optimizer.load_state_dict(copy.deepcopy(state))
+
+
+def state_of(loop: Loop, optimizer: Optimizer) -> dict[str, Any]:
+    whole = getattr(loop.strategy, "full_optimizer_state", lambda one: one.state_dict())
+    return copy.deepcopy(whole(optimizer))
+
+
+def read_state(loop: Loop, notes: Notes) -> None:
+    for name, value in loop.module.state_dict().items():
+        notes.note(name, value)
+    for number, optimizer in enumerate(loop.inner):
+        for index, state in state_of(loop, optimizer)["state"].items():
+            for name, value in state.items():
+                if value is not None:
+                    notes.note(f"{name} {index} of optimizer {number}", value)
+
+
+CARRY_OUT: dict[type, Callable[[Any, Loop, int, Notes], Any]] = {
+    Backward: backward, Read: read, Edit: edit, EditWeight: edit_weight, Clip: clip, Step: step, ZeroGrad: zero_grad,
+    Freeze: freeze, Rate: set_rate, Evaluate: evaluate, Whole: whole, Save: save, Load: load,
+}  # fmt: skip
+
+
+# -- what hypothesis draws
+
+_ways = st.lists(st.integers(0, 7), min_size=1, max_size=2).map(tuple)
+_forwards = st.lists(st.builds(Forward, _ways, st.booleans()), min_size=1, max_size=2).map(tuple)
+_who = st.sampled_from([None, None, 0, 1])
+_index = st.integers(0, 12)
+_backwards = st.builds(
+    Backward, _forwards, st.sampled_from([True, True, False]), st.sampled_from([1, 1, 1, 2]), st.booleans()
+)
+_how_edited = st.sampled_from(["drop", "replace", "scaled copy", *OF_GRADIENTS])
+_ops = st.one_of(
+    _backwards,
+    _backwards,
+    st.builds(Step, st.sampled_from([None, None, None]) | _backwards),
+    st.just(Step()),
+    st.builds(ZeroGrad, st.sampled_from([True, True, False])),
+    st.builds(Read, st.sampled_from(["weights", "sums", "gradients", "norms"]), _who),
+    st.builds(Edit, _how_edited, st.none() | _index),
+    st.builds(EditWeight, st.sampled_from(["foreach", "clamp", "from another", *OF_DATA]), _index),
+    st.builds(Clip, st.sampled_from(["norm", "value", "torch norm", "torch value"]), st.sampled_from([0.05, 0.5])),
+    st.builds(Freeze, st.sampled_from(LAYERS[1:6] + LAYERS[7:]), st.booleans()),
+    st.builds(Rate, st.sampled_from([0.05, 0.4])),
+    st.builds(Evaluate, _who),
+    st.builds(Whole, st.none() | _index),
+    st.just(Save()),
+    st.just(Load()),
+)
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    precision = draw(st.sampled_from(["32-true", "16-mixed", "16-true", "bf16-true", "bf16-mixed"]))
+    world = draw(st.sampled_from([2, 2, 2, 4]))
+    options: dict[str, Any] = {
+        "stage": draw(st.integers(1, 3)),
+        "bucket_size_mb": draw(st.sampled_from([0.0001, 25.0])),
+        "overlap": draw(st.booleans()),
+        "offload": draw(st.sampled_from([None, None, "cpu", {"optimizer": "cpu", "parameters": "cpu"}])),
+        "units": draw(st.sampled_from(["modules", "auto"])),
+        "prefetch": draw(st.integers(0, 2)),
+    }
+    if world == 4:
+        options["replicate_size"] = draw(st.sampled_from([2, 2, 1, 4]))
+    if isinstance(options["offload"], dict) and options["stage"] < 3:
+        options["offload"] = "cpu"
+    return sensible(
+        Program(
+            ops=tuple(draw(st.lists(_ops, min_size=2, max_size=12))),
+            precision=precision,
+            world=world,
+            running=draw(st.booleans()),
+            optimizers=1 if precision == "16-mixed" else draw(st.integers(1, 2)),
+            kind=draw(st.sampled_from(["momentum", "sgd", "adam"])),
+            strategy={name: value for name, value in options.items() if value is not None},
+        )
+    )
+
+
+def differing(program: Program, found: dict[str, Tensor], expected: dict[str, Tensor], of: str) -> list[str]:
+    """Names of what is not equal to that `of` a reference, in every bit or within the tolerance. In half precision the
+    bits are those of stage 0: there gradients accumulate in fp32."""
+    is_exact, same_dtypes = (program.is_exact, True) if (of == "stage 0") == program.is_half else (False, False)
+    if found.keys() != expected.keys():
+        return [f"only one has {name}" for name in found.keys() ^ expected.keys()]
+
+    def equal(one: Tensor, other: Tensor) -> bool:
+        if (same_dtypes and one.dtype != other.dtype) or one.shape != other.shape:
+            return False
+        one, other = one.double(), other.double()
+        finite = other[other.isfinite()]
+        scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+        tolerance = 0.0 if is_exact else program.tolerance() * scale
+        return torch.allclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
+
+    return [name for name in expected if not equal(found[name], expected[name])]
