@@ -1,30 +1,36 @@
 """Training loops as data: a list of operations that hypothesis draws, shrinks and prints, and what carries them out.
 
-A user's loop is a list of `Op`s over a small model. `run_with_fabric` carries it out under any strategy of Fabric's; under
-`Plain`, ranks average gradients by hand after each backward, as DDP does, and nothing else is done.
+A user's loop is a list of operations on a small model. `run_with_fabric` carries it out under any strategy of Fabric's, and
+`run_with_trainer` in a Trainer, as manual optimization. Under `Plain` and `PlainInTrainer`, ranks average gradients by hand
+after each backward, as DDP does, and nothing else is done.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy as TrainerDDP
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from fabric_jobs import fabric
+from jobs import trainer
 from models import seeded
 from random_changes import OF_DATA, OF_GRADIENTS
 from random_models import Running
 
 WIDTH = 5
-LAYERS = ("up", "mid", "again", "left", "right", "shift", "gate", "spare")
+LAYERS = ("mid", "again", "left", "right", "shift", "gate", "spare")  # that may be frozen; `up` always has a gradient
 
 
 class Net(nn.Module):
@@ -62,20 +68,22 @@ class Forward(NamedTuple):
     scores: bool = False
 
 
-class Backward(NamedTuple):
-    """One backward of the sum of losses, or as many as there are `repeats` of the same graph."""
-
-    forwards: tuple[Forward, ...] = (Forward(),)
-    syncs: bool = True
-    repeats: int = 1
-    overflows: bool = False  # on rank 0
-
-
 class Read(NamedTuple):
     """`who` is a rank, or None for all."""
 
     what: str = "weights"
     who: int | None = None
+
+
+class Backward(NamedTuple):
+    """One backward of the sum of losses, or as many as there are `repeats` of the same graph."""
+
+    forwards: tuple[Forward, ...] = (Forward(),)  # or none, of a penalty alone
+    syncs: bool = True
+    repeats: int = 1
+    overflows: bool = False  # on rank 0
+    penalty: int | None = None  # on the square of a weight, used outside of a forward
+    looks: Read | None = None  # before backward
 
 
 class Edit(NamedTuple):
@@ -158,7 +166,8 @@ class Program:
                 averaged = 0
             backward = op.closure if isinstance(op, Step) else op
             if isinstance(backward, Backward):
-                averaged = (0 if isinstance(op, Step) else averaged) + backward.repeats * backward.syncs
+                times = self.optimizers if isinstance(op, Step) else 1  # each clears its own alone
+                averaged = (0 if isinstance(op, Step) else averaged) + times * backward.repeats * backward.syncs
                 if averaged > 1 or (averaged and not backward.syncs):
                     return False
             if isinstance(op, Clip) and "norm" in op.how:
@@ -194,8 +203,6 @@ def sensible(program: Program) -> Program:
             continue
         if isinstance(op, Evaluate) and op.who is not None and program.running:
             continue  # its broadcast is a collective, as under DDP
-        if isinstance(op, Freeze) and op.layer == "up":
-            continue  # there is a gradient always
         if isinstance(op, Edit) and op.how == "drop" and op.which is None:
             graded = False
         if isinstance(op, Backward):
@@ -233,6 +240,22 @@ class Plain(DDPStrategy):
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)
         self.averaging.average()
+
+
+class PlainInTrainer(TrainerDDP):
+    """The same for a Trainer. There DDP broadcasts buffers before the first step alone, if users optimize by hand."""
+
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        self.averaging = Averaging(self.lightning_module)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = super().backward(closure_loss, *args, **kwargs)
+        self.averaging.average()
+        return made
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.averaging.no_backward_sync(self.averaging, enabled=True)
 
 
 class Averaging(nn.Module):
@@ -303,13 +326,77 @@ def run_with_fabric(program: Program, how: Any) -> dict[str, Tensor]:
             return made.clip_gradients(model, optimizer, max_norm=op.limit, error_if_nonfinite=False)
         return made.clip_gradients(model, optimizer, clip_val=op.limit)
 
-    loop = Loop(
-        model, module, optimizers, made.backward, lambda: made.no_backward_sync(model), clip, made.strategy
-    )
+    loop = Loop(model, module, optimizers, made.backward, lambda: made.no_backward_sync(model), clip, made.strategy)
     try:
-        return carry_out(program, loop, rank, made)
+        seen: dict[str, Tensor] = {}
+        carry_out(program, loop, rank, seen, [], range(len(program.ops)))
+        read_state(loop, Notes(seen, "at the end", 0, []))
+        return seen
     finally:
         made.strategy.teardown()
+
+
+class Manual(L.LightningModule):
+    """Carries out operations up to the next step in each `training_step`."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.program, self.net = program, seeded(lambda: Net(running=program.running))
+        self.seen: dict[str, Tensor] = {}
+        self.kept: list[Any] = []
+        ends = [number + 1 for number, op in enumerate(program.ops) if isinstance(op, Step)]
+        self.chunks = list(itertools.pairwise(sorted({0, *ends, len(program.ops)})))
+
+    def configure_optimizers(self) -> Any:
+        return optimizers_of(self.program, self.net)
+
+    def setup(self, stage: str) -> None:
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.add_(self.global_rank)  # rank 0's take the place of the others'
+
+    def call(self, x: Tensor, way: int, name: str = "forward") -> Tensor:
+        return getattr(self.net, name)(x.to(torch.get_default_dtype()), way)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        carry_out(self.program, self.loop(), self.global_rank, self.seen, self.kept, range(*self.chunks[batch_idx]))
+
+    def loop(self) -> Loop:
+        strategy, optimizers = self.trainer.strategy, self.optimizers()
+
+        def clip(optimizer: Any, op: Clip) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=op.limit, gradient_clip_algorithm=op.how)
+
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        call = Called(self.call, partial(self.call, name="score"), self.net.train, self.net.eval)
+        return Loop(call, self.net, optimizers, self.manual_backward, strategy.no_sync, clip, strategy)
+
+    def on_train_end(self) -> None:
+        read_state(self.loop(), Notes(self.seen, "at the end", 0, self.kept))
+
+
+class Called(NamedTuple):
+    """What is called in a loop as a model of Fabric's is."""
+
+    forward: Callable[..., Tensor]
+    score: Callable[..., Tensor]
+    train: Callable[[], Any]
+    eval: Callable[[], Any]
+
+    def __call__(self, x: Tensor, way: int) -> Tensor:
+        return self.forward(x, way)
+
+
+def run_with_trainer(program: Program, how: Any) -> dict[str, Tensor]:
+    """As `run_with_fabric`, with a Trainer."""
+    module = Manual(program)
+    run = trainer(
+        PlainInTrainer() if how == "plain" else how, program.world, precision=program.precision, limit_val_batches=0
+    )
+    run.fit(module, DataLoader(range(program.world * len(module.chunks))))  # type: ignore[arg-type]
+    after = {f"after fit: {name}": value.clone() for name, value in module.net.state_dict().items()}
+    return {**module.seen, **after}
 
 
 def optimizers_of(program: Program, module: nn.Module) -> list[Optimizer]:
@@ -324,13 +411,13 @@ def optimizers_of(program: Program, module: nn.Module) -> list[Optimizer]:
     return [make(share) for share in shares]
 
 
-def carry_out(program: Program, loop: Loop, rank: int, made: Fabric | None = None) -> dict[str, Tensor]:
-    seen: dict[str, Tensor] = {}
-    kept: list[Any] = []
-    for number, op in enumerate(program.ops):
+def carry_out(
+    program: Program, loop: Loop, rank: int, seen: dict[str, Tensor], kept: list[Any], numbers: Iterable[int]
+) -> None:
+    """Operations, by their numbers. They write what they read into `seen`, and what they save into `kept`."""
+    for number in numbers:
+        op = program.ops[number]
         CARRY_OUT[type(op)](op, loop, rank, Notes(seen, f"{number} {type(op).__name__}", number, kept))
-    read_state(loop, Notes(seen, "at the end", 0, kept))
-    return seen
 
 
 class Notes(NamedTuple):
@@ -353,8 +440,13 @@ def backward(op: Backward, loop: Loop, rank: int, notes: Notes) -> Any:
             x = torch.randn(3, WIDTH, generator=generator)
             call = loop.model.score if forward.scores else loop.model
             losses.append(call(x, forward.ways[rank % len(forward.ways)]).float().square().mean())
+        if op.penalty is not None:
+            parameters = [parameter for parameter in loop.module.parameters() if parameter.requires_grad]
+            losses.append(parameters[op.penalty % len(parameters)].float().square().mean() * (1 + rank))
         loss = torch.stack(losses).sum()
         notes.note("loss", loss)
+        if op.looks is not None:
+            read(op.looks, loop, rank, notes)
         if op.overflows and rank == 0:
             loss = loss * float("inf")
         for repeat in range(op.repeats):
@@ -499,27 +591,39 @@ _ways = st.lists(st.integers(0, 7), min_size=1, max_size=2).map(tuple)
 _forwards = st.lists(st.builds(Forward, _ways, st.booleans()), min_size=1, max_size=2).map(tuple)
 _who = st.sampled_from([None, None, 0, 1])
 _index = st.integers(0, 12)
-_backwards = st.builds(
-    Backward, _forwards, st.sampled_from([True, True, False]), st.sampled_from([1, 1, 1, 2]), st.booleans()
+_reads = st.builds(Read, st.sampled_from(["weights", "sums", "gradients", "norms"]), _who)
+_of_a_loss = st.builds(
+    Backward,
+    _forwards,
+    syncs=st.sampled_from([True, True, False]),
+    repeats=st.sampled_from([1, 1, 1, 2]),
+    overflows=st.booleans(),
+    penalty=st.none() | _index,
+    looks=st.none() | st.builds(Read, st.sampled_from(["weights", "sums"]), _who),
 )
+_of_a_penalty = st.builds(Backward, st.just(()), syncs=st.booleans(), penalty=_index)
+_backwards = _of_a_loss | _of_a_loss | _of_a_loss | _of_a_penalty
 _how_edited = st.sampled_from(["drop", "replace", "scaled copy", *OF_GRADIENTS])
-_ops = st.one_of(
-    _backwards,
-    _backwards,
-    st.builds(Step, st.sampled_from([None, None, None]) | _backwards),
-    st.just(Step()),
-    st.builds(ZeroGrad, st.sampled_from([True, True, False])),
-    st.builds(Read, st.sampled_from(["weights", "sums", "gradients", "norms"]), _who),
-    st.builds(Edit, _how_edited, st.none() | _index),
-    st.builds(EditWeight, st.sampled_from(["foreach", "clamp", "from another", *OF_DATA]), _index),
-    st.builds(Clip, st.sampled_from(["norm", "value", "torch norm", "torch value"]), st.sampled_from([0.05, 0.5])),
-    st.builds(Freeze, st.sampled_from(LAYERS[1:6] + LAYERS[7:]), st.booleans()),
+_rare = st.one_of(
+    st.builds(Step, _backwards),
+    st.builds(Freeze, st.sampled_from(LAYERS), st.booleans()),
     st.builds(Rate, st.sampled_from([0.05, 0.4])),
-    st.builds(Evaluate, _who),
     st.builds(Whole, st.none() | _index),
     st.just(Save()),
     st.just(Load()),
 )
+_ops = st.one_of(
+    _backwards,
+    _reads,
+    st.builds(Edit, _how_edited, st.none() | _index),
+    st.builds(EditWeight, st.sampled_from(["foreach", "clamp", "from another", *OF_DATA]), _index),
+    st.builds(Clip, st.sampled_from(["norm", "value", "torch norm", "torch value"]), st.sampled_from([0.05, 0.5])),
+    st.builds(Evaluate, _who),
+    st.just(Step()),
+    _rare,
+)
+_usual = st.tuples(_backwards, _ops, st.just(Step()), _ops, st.builds(ZeroGrad, st.sampled_from([True, True, False])))
+_phrases = st.lists(_usual | st.tuples(_ops, _ops), min_size=2, max_size=5)
 
 
 @st.composite
@@ -540,7 +644,7 @@ def programs(draw: Any) -> Program:
         options["offload"] = "cpu"
     return sensible(
         Program(
-            ops=tuple(draw(st.lists(_ops, min_size=2, max_size=12))),
+            ops=sum(draw(_phrases), start=()),
             precision=precision,
             world=world,
             running=draw(st.booleans()),

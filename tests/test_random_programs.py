@@ -6,26 +6,51 @@ A campaign: RANDOM_PROGRAMS=2000 pytest --timeout=0 tests/test_random_programs.p
 import os
 from typing import Any
 
+import lane
 from hypothesis import HealthCheck, Phase, given, settings
 
-from random_programs import Program, differing, programs, run_with_fabric
+from random_programs import Program, differing, programs, run_with_fabric, run_with_trainer
+from ranks import SHORT, RankFailed
 
 CAMPAIGN = int(os.environ.get("RANDOM_PROGRAMS", 0))
 
 
-@settings(
-    max_examples=CAMPAIGN or 40,
+of_a_campaign = settings(
+    max_examples=CAMPAIGN or 30,
     derandomize=not CAMPAIGN,
     database=None,
     deadline=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-@given(program=programs())
-def test_a_random_loop_of_fabric_trains_as_plain_torch(pool_of: Any, program: Program) -> None:
+
+
+def run_on(pool_of: Any, run: Any, program: Program, how: Any) -> list[Any]:
+    """On ranks of the session. After a failure they may wait for each other, and are replaced by new ones."""
     pool = pool_of(program.world)
-    found = pool.run(run_with_fabric, program, program.strategy)
+    try:
+        return pool.run(run, program, how)
+    except RankFailed:
+        pool.kill()
+        lane._POOLS.pop(program.world)
+        raise
+
+
+def compare(run: Any, program: Program, pool_of: Any) -> None:
+    found = run_on(pool_of, run, program, {"wait_timeout": SHORT, **program.strategy})
     for of in ("plain", "stage 0") if program.is_half else ("plain",):
-        expected = pool.run(run_with_fabric, program, {"stage": 0} if of == "stage 0" else of)
+        expected = run_on(pool_of, run, program, {"stage": 0} if of == "stage 0" else of)
         for mine, theirs in zip(found, expected, strict=True):
             assert differing(program, mine, theirs, of) == []
+
+
+@of_a_campaign
+@given(program=programs())
+def test_a_random_loop_of_fabrics_trains_as_plain_torch(pool_of: Any, program: Program) -> None:
+    compare(run_with_fabric, program, pool_of)
+
+
+@of_a_campaign
+@given(program=programs())
+def test_random_manual_optimization_trains_as_plain_torch(pool_of: Any, program: Program) -> None:
+    compare(run_with_trainer, program, pool_of)
