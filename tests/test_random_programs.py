@@ -1,15 +1,16 @@
 """Random training loops give what plain torch gives that averages gradients by hand: all that they read, and leave.
 
-A campaign: RANDOM_PROGRAMS=2000 pytest --timeout=0 tests/test_random_programs.py. Otherwise the same few examples, always.
+A campaign: RANDOM_PROGRAMS=2000 pytest --timeout=0 tests/test_random_programs.py. Otherwise the same few examples.
 """
 
 import os
 from typing import Any
 
-import lane
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from random_programs import Program, differing, programs, run_with_fabric, run_with_trainer
+import lane
+from random_programs import Backward, Program, Read, Step, differing, programs, run_with_fabric, run_with_trainer
 from ranks import SHORT, RankFailed
 
 CAMPAIGN = int(os.environ.get("RANDOM_PROGRAMS", 0))
@@ -54,3 +55,11 @@ def test_a_random_loop_of_fabrics_trains_as_plain_torch(pool_of: Any, program: P
 @given(program=programs())
 def test_random_manual_optimization_trains_as_plain_torch(pool_of: Any, program: Program) -> None:
     compare(run_with_trainer, program, pool_of)
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_may_read_gradients_alone_in_a_batch_without_a_step(stage: int, reader: int, pool_of: Any) -> None:
+    """The others wait for it at the end of their batch, and it must not go on to another one, or out of the epoch."""
+    ops = (Backward(), Step(), Backward(), Read("norms", reader))
+    compare(run_with_trainer, Program(ops, strategy={"stage": stage}), pool_of)
