@@ -10,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import lane
-from random_programs import Backward, Program, Read, Step, differing, programs, run_with_fabric, run_with_trainer
+from random_loops import run_with_fabric, run_with_trainer
+from random_programs import Backward, Program, Read, Step, differing, programs
 from ranks import SHORT, RankFailed
 
 CAMPAIGN = int(os.environ.get("RANDOM_PROGRAMS", 0))
 
 
 of_a_campaign = settings(
-    max_examples=CAMPAIGN or 30,
+    max_examples=CAMPAIGN or 15,
     derandomize=not CAMPAIGN,
     database=None,
     deadline=None,
