@@ -184,7 +184,7 @@ def sensible(program: Program) -> Program:
         if isinstance(op, Clip) and scales and (unscaled or not graded or pending):
             continue  # a scaler unscales once in a step
         if isinstance(op, Read) and op.what in ("gradients", "norms") and program.strategy["stage"] == 1:
-            op = op._replace(who=None)  # the next backward of the others overwrites what one reads: not mended yet
+            op = op._replace(who=None)  # after a change, one that reads alone gets an error there
         if isinstance(op, Load) and not saved:
             continue
         if isinstance(op, Evaluate) and op.who is not None and program.running:

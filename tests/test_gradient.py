@@ -208,7 +208,8 @@ def test_a_backward_reduces_what_others_have_added_to_an_average_on_each_rank(
         with engine.no_sync():
             for _ in range(2 if comm.rank in on else 0):
                 penalize(model, all_parameters=all_parameters)
-                read += [parameter.grad.view(-1) for parameter in model.parameters() if parameter.grad is not None]
+                for parameter in model.parameters() if stage > 1 or len(on) == 2 else ():  # else an error, see below
+                    read += [] if parameter.grad is None else [parameter.grad.view(-1)]
         model.norm.weight.sum().backward()  # leaves what was added to the others as it is
         found = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -952,3 +953,46 @@ def test_one_rank_may_still_read_a_gradient_alone_that_the_others_are_about_to_e
         for name, grad in expected.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-7)
             torch.testing.assert_close(found[f"{name} after"], 0.5 * grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("changes", ["clip", "step", "step, and zero_grad"])
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_one_rank_reads_alone_after_a_change_is_that_of_its_backward_or_an_error_says_why(
+    stage: int, reduces: bool, changes: str
+) -> None:
+    """The other rank goes on to the next backward meanwhile. At stage 1 that writes over the average."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
+        weight = model[1][0].weight
+        backward(model, engine, scale=1.0)
+        if changes == "clip":
+            engine.averages.clip_by_norm_(optimizer, 1e-3)
+        else:
+            optimizer.step()
+        on_all, found = weight.grad.clone(), None
+        if comm.rank == 0:
+            try:
+                found = weight.grad * 1.0
+            except RuntimeError as error:
+                found = str(error)
+        if "zero" in changes:
+            optimizer.zero_grad()
+        with nullcontext() if reduces else engine.no_sync():
+            backward(model, engine, scale=2.0)
+        optimizer.zero_grad()
+        backward(model, engine, scale=3.0)
+        return on_all, found, weight.grad.clone()
+
+    def backward(model: Any, engine: Any, scale: float) -> None:
+        with engine.forward(reduces=engine.runner.reductions.is_on):
+            loss = model(x(scale)).square().mean()
+        with engine.backward():
+            loss.backward()
+
+    (on_all, found, last), (_, _, last_there) = on_engine(tower(), act, stage)
+    if stage == 1:
+        assert found.startswith("The averaged gradient of '1.0.weight' cannot be read any more: another rank")
+    else:
+        assert torch.equal(found, on_all)
+    assert torch.equal(last, last_there)

@@ -195,13 +195,19 @@ class Loans(Lender):
             return self.lasting.gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
         # Until the step, one rank may read it alone.
-        average: Tensor = self.runner.course.call(self._averages[slot])
+        average: Tensor | None = self.runner.course.call(self._averages[slot])
+        if average is None:
+            raise RuntimeError(
+                f"The averaged gradient of {slot.name!r} cannot be read any more: another rank has begun the next "
+                "backward, which at stage 1 writes over it. Read gradients on every rank, or take stage=2, where a "
+                "rank may read them alone."
+            )
         with no_interception(), torch.no_grad():
             return gradient_of(slot).beside.add_to(average, slot)
 
-    def _serve_gradient(self, slot: Slot, _: bool) -> Tensor:
+    def _serve_gradient(self, slot: Slot, _: bool) -> Tensor | None:
         with no_interception(), torch.no_grad():
-            return averaged_of(slot).full(slot)
+            return averaged_of(slot).full(slot, is_lost=gradient_of(slot).has_written_over(slot))
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
         if edited_by is not None:

@@ -100,9 +100,7 @@ class Rendezvous:
             stays = bool(said[0]) and self.serving.may_be_wanted and not self.course.is_alone
             is_over = at is RoundEnd.EARLY or not stays
             at = RoundEnd.STAYS if at is RoundEnd.MICRO_BATCH else at
-        if (
-            self.is_awaited
-        ):  # those that stay here would take this rank's next batch, or epoch, for one more than theirs
+        if self.is_awaited:  # those that stay here would take its next batch, or epoch, for one more than theirs
             self._reductions.notices.are_current = False
 
     def _end_round(self, at: RoundEnd) -> Heard:

@@ -153,14 +153,19 @@ class Averaged:
         self.make_room()  # the parameter may be idle
         self.owned_grad.write(slot.piece.in_shard, grad.reshape(-1)[slot.piece.start : slot.piece.stop])
 
-    def full(self, slot: Slot) -> Tensor:
-        """Returns the whole averaged gradient of one parameter, in its shape. Collective: all-gathers its slice."""
+    def full(self, slot: Slot, *, is_lost: bool) -> Tensor | None:
+        """Returns the whole averaged gradient of one parameter, in its shape; None on all ranks if a part `is_lost` on
+        any: a later backward has written over it, where gradients rest whole. Collective: all-gathers its slice."""
         layout, comm = self._group.layout, self._group.comm
         of = layout.slice_of(slot.index)
         ledger, place = self._group.setting.ledger, self._group.places.gathered
         rows = ledger.allocate(Category.GATHERED, layout.ranks * of.width, self.dtype, place)
         rows = rows.view(layout.ranks, of.width)
         own = self.owned_grad.copy_to(of.in_shard, rows[comm.rank])
-        comm.all_gather(rows, own, f"read gradient {slot.name}").wait()
+        name, tells = f"read gradient {slot.name}", None if self.is_sharded else is_lost
+        gather = comm.all_gather(rows, own, name, diverges=tells)
+        gather.wait()
+        if gather.has_divergence():
+            return None
         start = slot.offset - of.start
         return rows.view(-1)[start : start + slot.numel].view(slot.shape)

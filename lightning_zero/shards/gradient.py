@@ -57,8 +57,13 @@ class GradientShard:
         self._held: dict[int, Tensor] = {}  # gradients that wait for the rest of their group, by index
         self.beside = Beside(self.averaged)  # gradients that wait to be added to averages
         self._carries: set[int] = set()  # parameters whose next average is added to the one in owned_grad
+        self._written_over: set[int] = set()  # parameters of which a gradient since lies where their average was
         for slot in group.slots:
             slot.gradient = self
+
+    def has_written_over(self, slot: Slot) -> bool:
+        """Whether a backward that is not reduced yet has put gradients where the average of a parameter was."""
+        return slot.index in self._written_over or (bool(self._buckets) and not self.averaged.is_sharded)
 
     def begin_having_gradients(self) -> None:
         """Notes that parameters, which were idle, have gradients from now on, on any rank."""
@@ -147,6 +152,8 @@ class GradientShard:
 
     def _accumulate_locally(self, slot: Slot, grad: Tensor, *, carried: bool) -> None:
         averaged = self.averaged
+        if not averaged.is_sharded:
+            self._written_over.add(slot.index)
         view = slot.view(averaged.make_full() if averaged.full_grad is None else averaged.full_grad)
         if grad.data_ptr() == view.data_ptr() and grad.numel():
             return  # autograd has added in place
@@ -328,6 +335,7 @@ class GradientShard:
         self._buckets.clear()
         self.ready.clear()
         self.used.clear()
+        self._written_over.clear()
         self.averaged.drop_full()
 
     def end_backward_unreduced(self) -> None:
