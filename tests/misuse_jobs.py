@@ -18,6 +18,27 @@ from jobs import CLASSES, FEATURES, loader, state_of, trainer
 from kind_jobs import SAMPLES, WIDTH, Kind, OnQuantised, Quantised
 from lightning_zero.wire.comm import CollectiveMismatchError
 
+# -- other optimizers
+
+
+class OptimizersMadeAnew(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class OptimizerReplaced(Kind):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.optimizers = [torch.optim.AdamW(self.parameters())]
+
+
+class SeveralBackwards(Kind):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
 # -- other dtypes
 
 

@@ -28,6 +28,8 @@ MISUSES = {
     "ForeignThawed": r"Parameter 'adapted.base.weight' is a Quantised, .* trains since set-up.*Keep it frozen",
     "TiedByData": r"Parameters 'first.weight' and 'more.weight' are two that share their memory.*Make them one",
     "AveragesItself": r"Averaging asks the other ranks in its step, .* leave both out of it .*, or use stage=0",
+    "OptimizersMadeAnew": r"Optimizers \(\w+\) were made in the middle of fit.*Keep those that fit began with",
+    "OptimizerReplaced": r"Optimizers \(AdamW\) were made in the middle of fit.*Keep those that fit began with",
     "InTwoGroups": "some parameters appear in more than one parameter group",  # torch's own
 }
 
@@ -48,6 +50,14 @@ def test_misuse_ends_in_an_error_that_names_the_parameter_on_every_rank(
 ) -> None:
     for found in two_ranks.run(misuse_jobs.fit, {"stage": stage}, name, precision):
         assert re.search(MISUSES[name], found["error"], re.DOTALL)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_several_backwards_where_lightning_expects_one_end_in_an_error_that_says_so(
+    stage: int, two_ranks: RankPool
+) -> None:
+    for found in two_ranks.run(misuse_jobs.fit, {"stage": stage, "bucket_size_mb": 0.0001}, "SeveralBackwards"):
+        assert "several backwards run where Lightning expects one" in found["error"]
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -33,6 +33,26 @@ def test_what_looks_at_whole_tensors_is_found_whatever_its_name(name: str) -> No
     assert why_not_in_pieces(made("Plain", WHOLE[name])(parameters())) == BY_TENSOR
 
 
+class Patient(Optimizer):
+    """Halves the learning rate of a tensor when the norm of its gradient has not fallen for long."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state, found = self.state[p], p.grad.norm()
+            least = state.get("least", found)
+            state["waits"] = 0 if found < least else state.get("waits", 0) + 1
+            state["least"] = torch.minimum(least, found)
+            p.sub_(p.grad, alpha=0.1 * 0.5 ** (state["waits"] // 1000))
+
+
+def test_a_number_of_a_whole_tensor_that_is_kept_to_act_on_later_is_found_before_that() -> None:
+    assert why_not_in_pieces(Patient(parameters())) == BY_TENSOR
+
+
 class Noisy(SGD):
     """Langevin dynamics, by a source of random numbers."""
 

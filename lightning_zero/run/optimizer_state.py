@@ -97,7 +97,7 @@ class OptimizerState:
                     f"{type(self._stepper.optimizer).__name__}.state_dict() has {', '.join(sorted(unclear_there))}, "
                     "which is no entry of one parameter's state: whether ranks have parts of it cannot be told, and "
                     "it cannot be saved. Keep tensors in state[p][name] itself, and have state_dict() return 'state' "
-                    "and 'param_groups'; or write granularity='tensor'."
+                    "and 'param_groups'."
                 )
 
     # -- to checkpoints

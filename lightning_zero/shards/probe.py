@@ -3,14 +3,16 @@
 A step on pieces is right where the optimizer updates each element by itself. That is known of torch's own optimizers.
 Any other one, whatever its name, steps a few small tensors, whole and in pieces, and the updates must agree: in its
 first steps, with small and with large gradients, and in much later ones, which are reached by moving on whatever counts
-the steps. So none trains wrongly in silence, as long as it goes by gradients, values, shapes, options and a count only:
-a dependence on anything else, such as the time of day, cannot be found this way.
+the steps. So must single numbers that it keeps for a tensor (a norm, say), on which it may act later. So none trains
+wrongly in silence, as long as it goes by gradients, values, shapes, options and a count only: a dependence on anything
+else, such as the time of day, cannot be found this way.
 
 It is tried on the host, in fp64. One that cannot step there, as its kernels are those of a device, is tried on the
 device that it will step on, in fp32.
 """
 
 import itertools
+import math
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,7 +117,7 @@ def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str 
 
 def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
     whole = list(_updates(optimizer, _tensors_in_turn, 1, bench))
-    if not any(update.any() for updates in whole for update in updates):
+    if not any(update.any() for step in whole for update in step.updates):
         return NOTHING
     if _draws(optimizer, bench):  # pieces may agree where it draws a number for each, but not on a rank that has none
         return BY_CHANCE
@@ -189,11 +191,18 @@ def _tensors_in_turn(rank: int, ranks: int, tensor: Tensor, index: int) -> Tenso
     return tensor if index % ranks == rank else None
 
 
-def _agrees(whole: Groups, optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> bool:
-    """Whether ranks that each step a part of the tensors make the updates `whole`, which one rank alone has made."""
+class _Step(NamedTuple):
+    """What a step on small tensors has done."""
+
+    updates: list[Tensor]
+    numbers: list[dict[tuple[int, int, Any], float]]  # of each rank, see `Trial.numbers`
+
+
+def _agrees(whole: Sequence[_Step], optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> bool:
+    """Whether ranks that each step a part of the tensors do what one rank alone has done with the `whole`."""
     try:
         found = _updates(optimizer, part, ranks, bench)
-        return all(_are_close(next(found), expected, bench.tolerance) for expected in whole)
+        return all(_are_alike(next(found), expected, bench.tolerance) for expected in whole)
     except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
 
@@ -262,8 +271,8 @@ def _random_states(optimizer: Optimizer) -> dict[Any, bytes]:
     return {source: pickle.dumps(state) for source, state in states.items()}
 
 
-def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Iterator[list[Tensor]]:
-    """Yields what each step of `MOMENTS` changes in the small tensors of every group. Ends early where a later step
+def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Iterator[_Step]:
+    """Yields what each step of `MOMENTS` does with the small tensors of every group. Ends early where a later step
     fails, or its updates are not finite."""
     values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
     trials = [Trial(optimizer, values, partial(part, rank, ranks)) for rank in range(ranks)]
@@ -282,7 +291,7 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Ite
         updates = [now - then for now, then in zip(itertools.chain(*values), before, strict=True)]
         if is_late and not all(update.isfinite().all() for update in updates):
             return
-        yield updates
+        yield _Step(updates, [trial.numbers() for trial in trials])
 
 
 def _gradients(optimizer: Optimizer, number: int, bench: _Bench) -> Groups:
@@ -298,6 +307,13 @@ def _values(parameters: Sequence[Parameter], seed: int, bench: _Bench) -> list[T
     shapes = [shape for dim in dims for shape in (SHAPES[dim], LARGE[dim])]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device=HOST) for shape in shapes]
     return [values.to(bench.device, bench.dtype) for values in drawn]
+
+
+def _are_alike(found: _Step, expected: _Step, tolerance: float) -> bool:
+    (known,) = expected.numbers
+    pairs = [(value, known[key]) for numbers in found.numbers for key, value in numbers.items() if key in known]
+    are_same = all(math.isclose(*pair, rel_tol=tolerance) or all(map(math.isnan, pair)) for pair in pairs)
+    return are_same and _are_close(found.updates, expected.updates, tolerance)
 
 
 def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:

@@ -96,6 +96,17 @@ class Trial:
             if value is not None:
                 value.copy_(parameter)
 
+    def numbers(self) -> dict[tuple[int, int, Any], float]:
+        """Returns the single numbers that the optimizer, and those that it wraps, keep for each tensor of which this
+        rank has anything, by index of optimizer and tensor."""
+        wrapped, found = wrapped_in(self.optimizer), dict[tuple[int, int, Any], float]()
+        for at, (parameter, value) in enumerate(zip(self._stepped, self._values, strict=True)):
+            for number, one in enumerate(wrapped):
+                state = one.state.get(parameter) if value is not None else None
+                kept = state.items() if isinstance(state, dict) else ()
+                found.update({(number, at, name): float(value) for name, value in kept if _is_single(value)})
+        return found
+
     def move_on(self, steps: int) -> None:
         """Adds `steps` to every number that has counted the latest step."""
         for holder, name in _numbers(self.optimizer):
