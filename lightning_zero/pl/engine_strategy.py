@@ -131,8 +131,8 @@ class EngineStrategy(CheckpointingStrategy):
         if strangers:
             raise RuntimeError(
                 f"Optimizers ({', '.join(strangers)}) were made in the middle of fit: they would step whole "
-                "parameters, and keep whole state. Keep those that fit began with: optimizer.state.clear() begins their state "
-                "anew, param_groups and add_param_group change what they step, and how."
+                "parameters, and keep whole state. Keep those that fit began with: optimizer.state.clear() begins "
+                "their state anew, param_groups and add_param_group change what they step, and how."
             )
         DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
