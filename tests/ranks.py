@@ -31,8 +31,9 @@ SHORT = 8  # s, that a rank waits for one that does not come; others may be late
 AT_ONCE = 60.0  # s, that something takes at most on a busy machine, in which nobody has waited in vain
 
 CONTEXT = mp.get_context("forkserver")
-# With transformers peft takes two seconds for each rank, and what watches engines an eighth of one.
-CONTEXT.set_forkserver_preload(["lightning_zero", "peft", "frugal", "watched"])
+# With transformers peft takes two seconds for each rank, what watches engines an eighth of one, and pytest, which some
+# of the jobs import, more than a small save does.
+CONTEXT.set_forkserver_preload(["lightning_zero", "peft", "frugal", "watched", "crash_jobs", "fabric_jobs", "program_jobs"])
 
 
 # Below those that systems hand out by themselves (from 32768 on Linux, 49152 elsewhere): between the moment when a port
