@@ -31,6 +31,12 @@ foreign_device.install()
 # For every Trainer, Lightning reads the metadata of all installed packages: a sixth of a small fit.
 registry.entry_points = functools.cache(registry.entry_points)
 
+# For each kind of device that might be there, torch notes who has set a seed: all of the stack, with its source, three
+# times for each `torch.manual_seed`. It is kept for the moment when the device is first used.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind._is_compiled():
+        _kind.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
+
 
 def _yield_to_senders() -> None:
     """Lets the threads in which gloo receives run only where nobody else wants to.

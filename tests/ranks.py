@@ -7,6 +7,7 @@ A function runs with torch.distributed's environment set as torchrun would, so a
 Ranks are forked from a server that has imported everything already, and end with the test session, however it ends.
 """
 
+import gc
 import io
 import itertools
 import multiprocessing as mp
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection, forkserver
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -31,8 +33,10 @@ SHORT = 8  # s, that a rank waits for one that does not come; others may be late
 AT_ONCE = 60.0  # s, that something takes at most on a busy machine, in which nobody has waited in vain
 
 CONTEXT = mp.get_context("forkserver")
-# With transformers peft takes two seconds for each rank, and what watches engines an eighth of one.
-CONTEXT.set_forkserver_preload(["lightning_zero", "peft", "frugal", "watched"])
+# With transformers peft takes two seconds for each rank, what watches engines an eighth of one, and pytest, which some
+# of the jobs import, more than a small save does.
+JOBS = sorted(path.stem for path in Path(__file__).parent.glob("*_jobs.py"))
+CONTEXT.set_forkserver_preload(["lightning_zero", "peft", "frugal", "watched", *JOBS])
 
 
 # Below those that systems hand out by themselves (from 32768 on Linux, 49152 elsewhere): between the moment when a port
@@ -97,6 +101,7 @@ def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> Non
     import frugal  # noqa: F401  # both are there already, where the server that this is forked from has them
     import watched  # noqa: F401
 
+    gc.freeze()  # the jobs, too, that the server has imported
     die_with_parent()
     os.environ.update(
         RANK=str(rank),
