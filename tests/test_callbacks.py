@@ -3,6 +3,7 @@
 import os
 import signal
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,10 +66,12 @@ class Slurm(SLURMEnvironment):
         pass
 
 
-def fit_under_slurm(strategy: Any, folder: Path, number: int, requeue_signal: int) -> Any:
+def fit_under_slurm(
+    strategy: Any, folder: Path, number: int, requeue_signal: int, *, auto_requeue: bool = True
+) -> Any:
     """How a job ends that gets a signal before its third step."""
     os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{folder}:{os.environ['PATH']}"}
-    environment = Slurm(auto_requeue=True, requeue_signal=signal.Signals(requeue_signal))
+    environment = Slurm(auto_requeue=auto_requeue, requeue_signal=signal.Signals(requeue_signal))
     L.seed_everything(1, verbose=False)
     run = trainer(
         strategy,
@@ -109,6 +112,17 @@ def test_slurm_starts_a_job_again_after_its_signal_once_the_checkpoint_is_comple
     assert (requeued.read_text().split() if requeued.exists() else None) == (
         ["requeue", "77"] if number == requeue_signal else None
     )
+
+
+def test_slurm_starts_no_job_again_that_is_not_to_be(two_ranks: RankPool, tmp_path: Path) -> None:
+    """``SLURMEnvironment(auto_requeue=False)``: its signal ends the run as any other, with a checkpoint to go on from."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    job = partial(fit_under_slurm, auto_requeue=False)
+    assert two_ranks.run(job, {"stage": 2}, tmp_path, signal.SIGUSR1, signal.SIGUSR1) == [0, 0]
+    assert verify(tmp_path / "checkpoints" / "preempted.ckpt") == []
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_a_flag_that_a_failed_run_has_left_stops_no_later_one() -> None:
