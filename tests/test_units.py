@@ -89,6 +89,20 @@ def test_a_tiny_model_stays_whole_and_of_others_what_would_be_gathered_longest()
     assert names(too_small_to_shard(specs, 4)) == []
 
 
+class Around(nn.Module):
+    """A vector of its own around another module."""
+
+    def __init__(self, numel: int, inside: nn.Module) -> None:
+        super().__init__()
+        self.own, self.inside = nn.Parameter(torch.zeros(numel)), inside
+
+
+def test_of_what_would_be_gathered_longest_the_smallest_stays_whole_first() -> None:
+    specs = find_units(Around(64, Around(4, nn.ModuleList([Block(), Block()]))), None)
+    assert names(specs) == ["", "inside", "inside.inside.0", "inside.inside.1"]
+    assert names(too_small_to_shard(specs, 100)) == ["inside"]
+
+
 class Wide(nn.Module):
     """Modules of 64 KiB, and a vector of the model's own."""
 
