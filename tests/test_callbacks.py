@@ -66,9 +66,7 @@ class Slurm(SLURMEnvironment):
         pass
 
 
-def fit_under_slurm(
-    strategy: Any, folder: Path, number: int, requeue_signal: int, *, auto_requeue: bool = True
-) -> Any:
+def fit_under_slurm(strategy: Any, folder: Path, number: int, requeue_signal: int, *, auto_requeue: bool = True) -> Any:
     """How a job ends that gets a signal before its third step."""
     os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{folder}:{os.environ['PATH']}"}
     environment = Slurm(auto_requeue=auto_requeue, requeue_signal=signal.Signals(requeue_signal))
@@ -115,7 +113,7 @@ def test_slurm_starts_a_job_again_after_its_signal_once_the_checkpoint_is_comple
 
 
 def test_slurm_starts_no_job_again_that_is_not_to_be(two_ranks: RankPool, tmp_path: Path) -> None:
-    """``SLURMEnvironment(auto_requeue=False)``: its signal ends the run as any other, with a checkpoint to go on from."""
+    """``SLURMEnvironment(auto_requeue=False)``: its signal ends the run as any other does, with a checkpoint."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/requeued\n")
     scontrol.chmod(0o755)

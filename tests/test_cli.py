@@ -421,6 +421,11 @@ def test_plan_shows_what_offload_moves(capsys: pytest.CaptureFixture[str]) -> No
     assert "parameter (host) - - - 8 GB" in lines(capsys)  # at stage 3 alone
 
 
+def test_plan_divides_by_the_ranks_that_hold_one_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--parameters", "1e9", "--ranks", 8, "--stage", 3, "--replicas", 2) == 0
+    assert "model states 16 GB 4 GB" in lines(capsys)
+
+
 def test_plan_counts_running_averages(capsys: pytest.CaptureFixture[str]) -> None:
     """As an engine holds them, says tests/test_estimate.py."""
     assert run("plan", "--parameters", "7e9", "--ranks", 8, "--averages", 1) == 0

@@ -22,6 +22,9 @@ LAYERS = 4
 MAKES: dict[str, Callable[..., Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
     "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "SGD, momentum of some": lambda params: torch.optim.SGD(
+        [{"params": [one], "momentum": 0.9 * (at % 3 == 2)} for at, one in enumerate(params)], lr=0.1
+    ),
     "Adadelta": torch.optim.Adadelta,
     "Adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
     "Adam": partial(torch.optim.Adam, amsgrad=True),
