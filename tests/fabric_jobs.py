@@ -18,6 +18,7 @@ from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_fro
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.shards.early import early_of
 from loop_jobs import FailingSGD
+from opened import opened
 
 
 def fabric(strategy: Any, world: int, precision: str = "32-true", **kwargs: Any) -> Fabric:
@@ -119,6 +120,7 @@ def steps(
     optimizer: Any,
     *,
     clip: str = "norm",
+    norm_type: float = 2.0,
     accumulate: int = 1,
     overflow_at: int = -1,
     step: str = "",
@@ -136,9 +138,8 @@ def steps(
         if not (last or clips_each):
             continue
         if clip == "norm":
-            told["norms"].append(
-                made.clip_gradients(model, optimizer, max_norm=0.3, error_if_nonfinite=overflow_at < 0).item()
-            )
+            how: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": overflow_at < 0}
+            told["norms"].append(made.clip_gradients(model, optimizer, max_norm=0.3, **how).item())
         elif clip == "value":
             made.clip_gradients(model, optimizer, clip_val=0.01)
         if not last:
@@ -213,6 +214,23 @@ def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> 
     found = {"weights": whole(made, model), "state": optimizer.state_dict(), "epoch": epoch, "others": others}
     made.strategy.teardown()
     return found
+
+
+def load_and_leave(strategy: Any, path: Path) -> tuple[list[str], list[tuple[torch.Size, torch.Size]]]:
+    """Files of a checkpoint that are open once it is loaded. And after teardown, where optimizers load what they load
+    without this package: shapes of their state, each beside that of its parameter."""
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    steps(made, model, optimizer, clip="none")
+    made.save(path, {"model": model, "optimizer": optimizer})
+    made.load(path, {"model": model, "optimizer": optimizer})
+    left = [what for what in opened() if str(path) in what]
+    whole_state = made.strategy.get_optimizer_state(optimizer.optimizer)
+    made.strategy.teardown()
+    optimizer.load_state_dict(whole_state)
+    states = ((parameter, state) for parameter, state in optimizer.optimizer.state.items())
+    shapes = [(value.shape, p.shape) for p, state in states for value in state.values() if torch.is_tensor(value)]
+    return left, [(own, theirs) for own, theirs in shapes if own]
 
 
 class EditsWhatItLoads(nn.Sequential):
