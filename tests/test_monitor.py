@@ -3,17 +3,20 @@
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
 from lightning_zero import ZeroEMA, ZeroMonitor
 from lightning_zero.pl.advice import options_beside_ddp
+from lightning_zero.pl.monitor import bytes_at_rest
 from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
@@ -280,6 +283,22 @@ def test_what_a_step_costs_is_that_of_all_its_micro_batches(two_ranks: RankPool)
     assert logged["zero/wait_seconds"] == pytest.approx(told["wait_seconds_per_step"])
     assert logged["zero/step_seconds"] == pytest.approx(told["seconds_per_step"])  # twice the median of two
     assert logged["zero/wait_seconds"] < logged["zero/step_seconds"]
+
+
+def test_each_fit_is_told_of_by_itself(two_ranks: RankPool) -> None:
+    (told, alone), _ = two_ranks.run(jobs.watch_in_turn, [{"stage": 3, "units": "modules"}, {"stage": 1}])
+    assert told[1:] == alone
+    assert told[0] != told[1]
+
+
+def test_ddps_gradients_that_are_views_of_its_buckets_take_no_memory_beside_them() -> None:
+    wrapped: Any = object.__new__(DistributedDataParallel)
+    module, found = model(), {}
+    for wrapped.__dict__["gradient_as_bucket_view"] in (False, True):
+        run: Any = SimpleNamespace(strategy=SimpleNamespace(model=wrapped), callbacks=[], optimizers=[])
+        found[wrapped.gradient_as_bucket_view] = bytes_at_rest(run, module)
+    assert found[False] == found[True] | {"bucket": found[True]["gradient"]}
+    assert found[True]["bucket"] == 0
 
 
 def test_the_peak_that_is_told_is_that_of_the_rank_with_most(zero: Any) -> None:
