@@ -14,13 +14,15 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
-from lightning_zero import ZeroEMA, ZeroMonitor
+from lightning_zero import Offload, ZeroEMA, ZeroMonitor
 from lightning_zero.pl.advice import options_beside_ddp
 from lightning_zero.pl.monitor import bytes_at_rest
-from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
+from lightning_zero.pl.table import WIDTH, MemoryReport, _uncast_lines, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
+from lightning_zero.shards.assembly import Uncast
+from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
@@ -130,6 +132,8 @@ def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int) -> None:
         engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
         engine.module.register_buffer("running", torch.zeros(5))
         expected = forecast(engine, [optimizer], [room_for_average(engine)])
+        of_two = forecast(engine, [optimizer], [room_for_average(engine)] * 2)
+        assert of_two.here["average"] == 2 * expected.here["average"]
         average = Average(engine, get_ema_avg_fn(0.9))
         found = engine.bytes_by_category()
         assert not average.updates
@@ -181,6 +185,42 @@ def test_each_reason_for_fp32_is_told() -> None:
     ]
 
 
+def test_of_many_reasons_the_rest_is_counted() -> None:
+    uncast = [Uncast(f"Kind{n}", "as it is", 10**n) for n in range(6)]
+    parts = SimpleNamespace(assembly=SimpleNamespace(resting=SimpleNamespace(uncast=uncast)))
+    engine: Any = SimpleNamespace(options=Options(autocast_dtype=BF16), parts=parts)
+    told = _uncast_lines(engine)
+    assert told[0] == "1 stay in float32, not bfloat16: Kind0 (as it is)"
+    assert told[-1] == "110,000 more do, in other modules"
+
+
+def offloaded_table(optimizers: int = 1, apart: bool = True, **offload: Any) -> str:
+    """Of AdamW, whose state is offloaded; the last parameters are in a group of their own."""
+
+    def job(comm: Comm) -> str:
+        module = model()
+        first, *others = module.parameters()
+        made = [torch.optim.AdamW([{"params": [first], "betas": (0.5, 0.9)}, {"params": others[:2]}])]
+        if optimizers == 2:
+            made.append(torch.optim.AdamW(others[2:]))
+        else:
+            made[0].add_param_group({"params": others[2:], "betas": (0.5, 0.9)})
+        options = Options(offload=Offload(**offload), machine=Machine(host_is_apart=apart))
+        return table_of(Engine(module, made, stage=2, comm=comm, options=options), 2, can_step_in_backward=True)
+
+    return " ".join(ThreadWorld(2).run(job)[0].split())
+
+
+def test_what_is_said_of_an_offloaded_step_is_true_of_all_groups_and_optimizers(tmp_path: Path) -> None:
+    hint = "step_in_backward=True) hides the offloaded step"
+    told = offloaded_table(optimizer="nvme", path=tmp_path, state_dtype="bf16")
+    assert "Averages with beta 0.999 cannot fall there" in told
+    assert hint in told
+    assert "moves nothing" not in told
+    assert hint not in offloaded_table(2, optimizer="cpu")  # backward steps with one optimizer
+    assert hint not in offloaded_table(apart=False, optimizer="cpu")  # nothing waits for the next forward
+
+
 # --- settings that bring nothing
 
 
@@ -195,8 +235,6 @@ def test_each_reason_for_fp32_is_told() -> None:
     ],
 )
 def test_a_setting_that_brings_nothing_is_told_in_a_sentence(ranks: int, options: dict, told: str | None) -> None:
-    from lightning_zero import Offload
-
     if "offload" in options:
         options = {"offload": Offload(**options["offload"])}
     lines = table_on(ranks, 2, **options)
