@@ -221,6 +221,17 @@ def test_what_is_said_of_an_offloaded_step_is_true_of_all_groups_and_optimizers(
     assert hint not in offloaded_table(apart=False, optimizer="cpu")  # nothing waits for the next forward
 
 
+def test_gradients_that_backward_steps_take_no_memory_between_steps() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    engine = Engine(module, [optimizer], stage=2, comm=LocalComm(), options=Options(step_in_backward=True))
+    expected = forecast(engine, [optimizer]).here
+    with engine.backward():
+        module(torch.arange(10)).sum().backward()
+    optimizer.step()
+    assert expected["gradient"] == engine.bytes_by_category()["gradient"] == 0
+
+
 # --- settings that bring nothing
 
 

@@ -113,7 +113,7 @@ def test_a_norm_is_measured_anew_where_gradients_were_edited_since_they_were_uns
     """As in `on_before_optimizer_step` under 16-mixed, which comes before clipping."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, torch.Tensor]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)  # more than fp16 holds; torch begins with 2**16
         scaler.scale(model(x()).square().mean()).backward()
         if engine is None:
             scaler.unscale_(optimizer)
