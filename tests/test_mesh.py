@@ -67,6 +67,17 @@ def test_bytes_among_all_ranks_count_once_whatever_they_share() -> None:
     assert ThreadWorld(2).run(rank_main) == [{"all_gather": 4}] * 2
 
 
+def test_seconds_are_those_of_waits_in_every_communicator() -> None:
+    def rank_main(comm: Comm) -> float:
+        mesh = Mesh.of(comm, 2, 2)
+        before = mesh.seconds_waited
+        for one in (mesh.world, mesh.shard, mesh.replicate, mesh.tensor, mesh.data):
+            one.clock._add(100.0)
+        return mesh.seconds_waited - before
+
+    assert ThreadWorld(8).run(rank_main) == [500.0] * 8
+
+
 def test_replicas_that_do_not_divide_what_tensor_parallelism_leaves_are_told_what_does() -> None:
     told = r"replicate_size=3 does not divide the 4 groups of tensor_parallel_size=2\. Write one of \[1, 2, 4\]\."
     with pytest.raises(ValueError, match=told):
