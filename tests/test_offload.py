@@ -1040,6 +1040,30 @@ def test_state_of_whole_numbers_rests_as_it_is_made_where_other_state_rests_in_t
         assert_as_on_one_device(tower(), act, 2, Votes, offload=offload, machine=APART)
 
 
+class OneRate(torch.optim.Optimizer):
+    """Takes the learning rate of the first group for all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_of_ones_own_has_all_of_its_groups_in_a_late_step(tmp_path: Path) -> None:
+    def make(parameters: Any) -> Optimizer:
+        return OneRate([{"params": [one], "lr": 0.1 + at} for at, one in enumerate(parameters)], {})
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            model(x(1 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    assert_as_on_one_device(tower(), act, 2, make, offload=offload, machine=APART, bucket_bytes=64)
+
+
 def test_too_little_host_memory_is_told_with_what_is_there_and_needed() -> None:
     model = nn.Linear(100, 100, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
