@@ -296,6 +296,22 @@ def load_where_rank_1_cannot_read(strategy: Any, path: Path) -> str:
     return str(caught.value)
 
 
+def load_what_is_damaged_where_nobody_reads(strategy: Any, path: Path) -> str:
+    made = fabric(strategy, 2)
+    model: Any = made.setup(nn.Linear(6, 6))
+    made.save(path, {"model": model})
+    if made.global_rank == 0:
+        shard = next(path.glob("*.safetensors"))
+        raw = bytearray(shard.read_bytes())
+        raw[40] ^= 4  # in its header, which says again where each tensor is
+        shard.write_bytes(raw)
+    made.barrier()
+    with pytest.raises(RuntimeError) as caught:
+        made.load(path, {"model": model})
+    made.strategy.teardown()
+    return str(caught.value)
+
+
 def two_models(strategy: Any, world: int) -> dict[str, Any]:
     """A generator and its critic, each with an optimizer; the generator's loss goes through the critic."""
     made = fabric(strategy, world)

@@ -209,6 +209,11 @@ def test_all_ranks_hear_at_once_that_one_cannot_read(stage: int, two_ranks: Rank
     assert "the disk is gone" in second
 
 
+def test_what_no_rank_reads_of_a_checkpoint_is_verified_too(two_ranks: RankPool, tmp_path: Path) -> None:
+    told = two_ranks.run(fabric_jobs.load_what_is_damaged_where_nobody_reads, {"stage": 2}, tmp_path / "saved")
+    assert all("is damaged" in error for error in told)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_models_with_an_optimizer_each_equal_fabrics_ddp(stage: int, two_ranks: RankPool) -> None:
     found = two_ranks.run(fabric_jobs.two_models, {"stage": stage}, 2)

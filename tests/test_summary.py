@@ -59,6 +59,11 @@ def test_jobs_stand_in_the_order_of_their_numbers(tmp_path):
     assert [one["job"] for one in collect(tmp_path)] == [2, 9, 10, None]
 
 
+def test_overrides_stand_in_the_csv_as_a_shell_takes_them(tmp_path):
+    summary.write_csv([{"job": 0, "overrides": ["strategy=ddp", "model.name=a b"]}], tmp_path / "sweep.csv")
+    assert (tmp_path / "sweep.csv").read_text().splitlines() == ["job,overrides", "0,strategy=ddp 'model.name=a b'"]
+
+
 # --- what is shown
 
 
