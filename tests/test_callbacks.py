@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -22,7 +23,7 @@ from checkpoint_jobs import Everything, Signal, resumable, trainer
 from jobs import Classifier
 from lightning_zero.checkpoint import Folder, verify
 from lightning_zero.checkpoint.folder import hidden_beside
-from lightning_zero.pl.callbacks import Preemption
+from lightning_zero.pl.callbacks import OwnCallbacks, Preemption
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.wire.board import Board
 from ranks import RankPool
@@ -132,6 +133,17 @@ def test_a_flag_that_a_failed_run_has_left_stops_no_later_one() -> None:
         return Preemption(strategy)._is_told()
 
     assert [is_told(1), is_told(1, Notice.STOP), is_told(1), is_told(2)] == [False, True, True, False]
+
+
+def test_what_lightnings_tuner_tries_is_not_told_as_a_run() -> None:
+    """It replaces the callbacks of the trainer meanwhile."""
+    run = Mock(callbacks=[], checkpoint_callbacks=[], **{"trainer.callbacks": []})
+    own, told = OwnCallbacks(Mock(), run), Mock()
+    own._told = [own, told]
+    for callbacks, calls in (([Mock()], 0), (run.callbacks, 1)):
+        with own.around(SimpleNamespace(callbacks=callbacks, lightning_module=None), "on_train_end", None):  # type: ignore[arg-type]
+            pass
+        assert told.on_train_end.call_count == calls
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint_that_a_slurm_job_goes_on_from(tmp_path: Path) -> None:
