@@ -397,6 +397,11 @@ def test_names_that_a_stream_cannot_have_are_escaped(tmp_path: Path, monkeypatch
     assert "na\\xefve" in printed.read()
 
 
+def test_an_average_is_a_part_of_a_checkpoint_by_itself() -> None:
+    names = ("average:net.0.weight", "model:net.0.weight", "optimizer 0:net.0.weight:exp_avg", "rank 1/cuda")
+    assert [cli._part_of(name) for name in names] == ["average", "model", "optimizer 0, exp_avg", "random state"]
+
+
 # -- plan
 
 

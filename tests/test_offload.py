@@ -1064,6 +1064,20 @@ def test_an_optimizer_of_ones_own_has_all_of_its_groups_in_a_late_step(tmp_path:
     assert_as_on_one_device(tower(), act, 2, make, offload=offload, machine=APART, bucket_bytes=64)
 
 
+def test_state_on_disk_that_is_edited_through_a_view_is_stepped_as_it_is_then(tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            model(x(1 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                optimizer.state[parameter]["exp_avg"].view(-1)[:3].mul_(-1)
+        return state_of(model, engine)
+
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    assert_as_on_one_device(tower(), act, 2, fused_adam, world=1, offload=offload, machine=APART)
+
+
 def test_too_little_host_memory_is_told_with_what_is_there_and_needed() -> None:
     model = nn.Linear(100, 100, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
