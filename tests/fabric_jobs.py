@@ -18,6 +18,7 @@ from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_fro
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.shards.early import early_of
 from loop_jobs import FailingSGD
+from opened import opened
 
 
 def fabric(strategy: Any, world: int, precision: str = "32-true", **kwargs: Any) -> Fabric:
@@ -119,6 +120,7 @@ def steps(
     optimizer: Any,
     *,
     clip: str = "norm",
+    norm_type: float = 2.0,
     accumulate: int = 1,
     overflow_at: int = -1,
     step: str = "",
@@ -136,9 +138,8 @@ def steps(
         if not (last or clips_each):
             continue
         if clip == "norm":
-            told["norms"].append(
-                made.clip_gradients(model, optimizer, max_norm=0.3, error_if_nonfinite=overflow_at < 0).item()
-            )
+            how: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": overflow_at < 0}
+            told["norms"].append(made.clip_gradients(model, optimizer, max_norm=0.3, **how).item())
         elif clip == "value":
             made.clip_gradients(model, optimizer, clip_val=0.01)
         if not last:
@@ -215,6 +216,23 @@ def load_and_go_on(strategy: Any, world: int, path: Path, how: str = "load") -> 
     return found
 
 
+def load_and_leave(strategy: Any, path: Path) -> tuple[list[str], list[tuple[torch.Size, torch.Size]]]:
+    """Files of a checkpoint that are open once it is loaded. And after teardown, where optimizers load what they load
+    without this package: shapes of their state, each beside that of its parameter."""
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    steps(made, model, optimizer, clip="none")
+    made.save(path, {"model": model, "optimizer": optimizer})
+    made.load(path, {"model": model, "optimizer": optimizer})
+    left = [what for what in opened() if str(path) in what]
+    whole_state = made.strategy.get_optimizer_state(optimizer.optimizer)
+    made.strategy.teardown()
+    optimizer.load_state_dict(whole_state)
+    states = ((parameter, state) for parameter, state in optimizer.optimizer.state.items())
+    shapes = [(value.shape, p.shape) for p, state in states for value in state.values() if torch.is_tensor(value)]
+    return left, [(own, theirs) for own, theirs in shapes if own]
+
+
 class EditsWhatItLoads(nn.Sequential):
     """Goes on to use and change parameters in `load_state_dict`, once they are loaded, and looks at one on rank 0
     alone; or fails."""
@@ -272,6 +290,23 @@ def load_where_rank_1_cannot_read(strategy: Any, path: Path) -> str:
         pytest.raises(RuntimeError) as caught,
         patch.object(ShardReader, "read", read if made.global_rank == 0 else Mock(side_effect=fails)),
     ):
+        made.load(path, {"model": model})
+    made.load(path, {"model": model})  # nothing is left of the error
+    made.strategy.teardown()
+    return str(caught.value)
+
+
+def load_what_is_damaged_where_nobody_reads(strategy: Any, path: Path) -> str:
+    made = fabric(strategy, 2)
+    model: Any = made.setup(nn.Linear(6, 6))
+    made.save(path, {"model": model})
+    if made.global_rank == 0:
+        shard = next(path.glob("*.safetensors"))
+        raw = bytearray(shard.read_bytes())
+        raw[40] ^= 4  # in its header, which says again where each tensor is
+        shard.write_bytes(raw)
+    made.barrier()
+    with pytest.raises(RuntimeError) as caught:
         made.load(path, {"model": model})
     made.strategy.teardown()
     return str(caught.value)

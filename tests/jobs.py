@@ -389,6 +389,19 @@ def fit_again_after_overflows(stage: int) -> list[str | None]:
     return errors
 
 
+def skipped_before_and_after(folder: Path) -> list[int]:
+    """Steps skipped since training began, when a fit has ended, and when the one that goes on from it has. In each of
+    them one overflows."""
+    found = []
+    for epochs, path in ((1, None), (2, folder / "saved")):
+        L.seed_everything(1, verbose=False)
+        run = trainer({"stage": 2}, 2, precision="16-mixed", max_epochs=epochs)
+        run.fit(OneBadGradient((2,)), loader(), ckpt_path=path)
+        run.save_checkpoint(folder / "saved")
+        found.append(run.precision_plugin.skipped.total)
+    return found
+
+
 def keep_an_override(strategy: Any, precision: str) -> tuple[bool, int]:
     """Whether a scheduler's step that the user has put on the module itself is there after runs, and its calls."""
     model, calls = Classifier(), []

@@ -87,6 +87,18 @@ class Logs(Classifier):
         return loss
 
 
+def watch_in_turn(strategies: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What one monitor tells of fits in turn, and what a new one tells of the last of them: bytes that a step sends."""
+    told: list[list[Any]] = []
+    for turns in (strategies, strategies[-1:]):
+        monitor, costs = ZeroMonitor(log=False), list[dict[str, Any]]()
+        monitor.listeners.append(lambda costs=costs, **cost: costs.append(cost))
+        for strategy in turns:
+            trainer(strategy, 2, callbacks=[monitor], max_steps=STEPS).fit(Classifier(), loader())
+        told.append([cost["wire_bytes_per_step"] for cost in costs])
+    return told[0], told[1]
+
+
 def watch(strategy: Any, *, asked: bool = True, summary: int | None = None, **kwargs: Any) -> dict[str, Any]:
     """A short fit, with a `ZeroMonitor` if `asked`: what was said, logged and counted. `summary` is the depth of a
     `ModelSummary`."""

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,8 +24,10 @@ from lightning_zero.pl.advice import (
     BESIDE,
     Held,
     Option,
+    _stages_of,
     advice_for,
     advise,
+    asked_bytes,
     asked_for,
     bytes_beside,
     command_for,
@@ -146,6 +149,18 @@ def test_an_average_is_divided_and_offloaded_with_the_optimizers_state() -> None
 
     options, psi = ThreadWorld(2).run(job)[0]
     assert options["offload=Offload(optimizer='cpu')"] == pytest.approx(12 * psi / 2, rel=ROUNDING)
+
+
+def test_what_was_asked_for_is_read_to_its_last_digit() -> None:
+    told = "Tried to allocate {} . GPU 0 has a total capacity of 79.14 GiB"
+    for text, nbytes in (("1.50 GiB", 3 * 2**29), ("512 bytes", 512), ("0.25 KiB", 256)):
+        assert asked_bytes(torch.OutOfMemoryError(told.format(text))) == nbytes
+
+
+def test_ranks_that_share_all_modules_are_told_of_twice_as_many() -> None:
+    mesh = SimpleNamespace(shard=SimpleNamespace(size=1), world=SimpleNamespace(size=4))
+    engine: Any = SimpleNamespace(mesh=mesh)
+    assert [option.write for option in _stages_of(engine, 1, {})] == ["Trainer(devices=8) and stage=3"]
 
 
 def test_on_one_rank_a_second_one_frees_half() -> None:

@@ -406,6 +406,24 @@ def test_a_rank_has_its_share_and_an_evaluation_takes_no_more(stage: int) -> Non
         )
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_update_takes_a_bucket_at_a_time(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> int:
+        seen = []
+
+        def rule(averaged: Tensor, current: Tensor, updates: int) -> Tensor:
+            seen.append(current.numel())
+            return averaged.lerp(current, 0.1)
+
+        average = Average(engine, rule)
+        for _ in range(2):
+            average.update_parameters()
+        return max(seen)
+
+    start = seeded(lambda: nn.Linear(64, 64, bias=False))
+    assert on_engine(start, act, stage, bucket_bytes=1024) == [256, 256]
+
+
 def test_entries_of_a_checkpoint_are_read_in_part_or_whole() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[dict[str, Tensor], ...]:
         averaged = Averaged(model, engine)

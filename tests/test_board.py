@@ -92,16 +92,48 @@ def test_a_rank_whose_work_cannot_tell_how_it_gets_on_is_waited_for() -> None:
 
 
 def test_such_work_is_not_believed_in_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.wire.board._LONGEST_WORK", 1.0)
+    monkeypatch.setattr("lightning_zero.wire.board._LONGEST_WORK", 0.5)
+    has_given_up = threading.Event()
 
     def agree(comm: Any) -> str | None:
         if comm.rank == 1:
-            with comm.board.alive():
-                time.sleep(1.0 + 2 * SILENCE)
+            with comm.board.alive():  # until rank 0 has given up, and not a moment less
+                assert has_given_up.wait(AT_ONCE)
             return None
-        return error_of(comm.board.agree, "sum", {"value": 1}, total)
+        told = error_of(comm.board.agree, "sum", {"value": 1}, total)
+        has_given_up.set()
+        return told
 
     assert ThreadWorld(2, SILENCE).run(agree) == ["ranks [1] never came", None]
+
+
+def test_what_another_thread_of_a_rank_does_is_no_sign_of_life() -> None:
+    """The run of that rank may hang while its save in the background goes on."""
+    has_given_up = threading.Event()
+
+    def agree(comm: Any) -> str | None:
+        if comm.rank == 1:
+            with comm.board.clone().alive():
+                assert has_given_up.wait(AT_ONCE)
+            return None
+        told = error_of(comm.board.agree, "sum", {"value": 1}, total)
+        has_given_up.set()
+        return told
+
+    assert ThreadWorld(2, 0.5).run(agree) == ["ranks [1] never came", None]
+
+
+def test_ranks_that_wait_at_two_topics_do_not_wait_for_each_other_for_ever() -> None:
+    """Both show life. A daemon does it: a rank that waits for ever would keep the session from its end."""
+    found: dict[int, str] = {}
+
+    def agree(comm: Any) -> None:
+        found[comm.rank] = error_of(comm.board.agree, f"topic {comm.rank}", {"value": 1}, total)
+
+    waits = threading.Thread(target=ThreadWorld(2, 0.5).run, args=(agree,), daemon=True)
+    waits.start()
+    waits.join(AT_ONCE)
+    assert found == {0: "ranks [1] never came", 1: "ranks [0] never came"}
 
 
 def test_an_error_that_was_survived_is_not_named_as_the_cause_of_a_later_one() -> None:

@@ -3,9 +3,11 @@
 import os
 import signal
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -21,7 +23,7 @@ from checkpoint_jobs import Everything, Signal, resumable, trainer
 from jobs import Classifier
 from lightning_zero.checkpoint import Folder, verify
 from lightning_zero.checkpoint.folder import hidden_beside
-from lightning_zero.pl.callbacks import Preemption
+from lightning_zero.pl.callbacks import OwnCallbacks, Preemption
 from lightning_zero.run.notices import Notice, Notices
 from lightning_zero.wire.board import Board
 from ranks import RankPool
@@ -65,10 +67,10 @@ class Slurm(SLURMEnvironment):
         pass
 
 
-def fit_under_slurm(strategy: Any, folder: Path, number: int, requeue_signal: int) -> Any:
+def fit_under_slurm(strategy: Any, folder: Path, number: int, requeue_signal: int, *, auto_requeue: bool = True) -> Any:
     """How a job ends that gets a signal before its third step."""
     os.environ |= {"SLURM_JOB_ID": "77", "PATH": f"{folder}:{os.environ['PATH']}"}
-    environment = Slurm(auto_requeue=True, requeue_signal=signal.Signals(requeue_signal))
+    environment = Slurm(auto_requeue=auto_requeue, requeue_signal=signal.Signals(requeue_signal))
     L.seed_everything(1, verbose=False)
     run = trainer(
         strategy,
@@ -111,6 +113,17 @@ def test_slurm_starts_a_job_again_after_its_signal_once_the_checkpoint_is_comple
     )
 
 
+def test_slurm_starts_no_job_again_that_is_not_to_be(two_ranks: RankPool, tmp_path: Path) -> None:
+    """``SLURMEnvironment(auto_requeue=False)``: its signal ends the run as any other does, with a checkpoint."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    job = partial(fit_under_slurm, auto_requeue=False)
+    assert two_ranks.run(job, {"stage": 2}, tmp_path, signal.SIGUSR1, signal.SIGUSR1) == [0, 0]
+    assert verify(tmp_path / "checkpoints" / "preempted.ckpt") == []
+    assert not (tmp_path / "requeued").exists()
+
+
 def test_a_flag_that_a_failed_run_has_left_stops_no_later_one() -> None:
     """A rank that was told to stop raises it in an evaluation, where the others look."""
     board = Board(dist.HashStore(), 0, 2, timedelta(seconds=5))
@@ -120,6 +133,17 @@ def test_a_flag_that_a_failed_run_has_left_stops_no_later_one() -> None:
         return Preemption(strategy)._is_told()
 
     assert [is_told(1), is_told(1, Notice.STOP), is_told(1), is_told(2)] == [False, True, True, False]
+
+
+def test_what_lightnings_tuner_tries_is_not_told_as_a_run() -> None:
+    """It replaces the callbacks of the trainer meanwhile."""
+    run = Mock(callbacks=[], checkpoint_callbacks=[], **{"trainer.callbacks": []})
+    own, told = OwnCallbacks(Mock(), run), Mock()
+    own._told = [own, told]
+    for callbacks, calls in (([Mock()], 0), (run.callbacks, 1)):
+        with own.around(SimpleNamespace(callbacks=callbacks, lightning_module=None), "on_train_end", None):  # type: ignore[arg-type]
+            pass
+        assert told.on_train_end.call_count == calls
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint_that_a_slurm_job_goes_on_from(tmp_path: Path) -> None:

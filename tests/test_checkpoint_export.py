@@ -517,6 +517,8 @@ def test_r03_load_from_checkpoint_puts_values_where_it_is_told(scheme: str, twin
     """ "meta" is a device that every machine has, and that is not the default."""
     path = f"{scheme}{twins.folder}"
     assert {value.device.type for value in saving.pl_load(path, map_location="meta")["state_dict"].values()} == {"meta"}
+    plain, moved = (saving.pl_load(path, map_location=where)["state_dict"] for where in (None, "cpu"))
+    assert vars(moved) == vars(plain) != {}  # the versions of modules, by which some read what older ones have saved
     for where in ("cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, location: storage):
         model = jobs.Classifier.load_from_checkpoint(path, map_location=where)
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

@@ -218,6 +218,18 @@ def test_r44_a_signal_to_one_rank_saves_one_step_on_all_and_ends_with_zero(
         assert_same_bits(second["weights"], expected["weights"])
 
 
+def test_a_run_in_files_of_lightnings_own_goes_on_from_where_it_was_told_to_stop(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Nothing in such a file says who has written it."""
+    strategy = {"stage": 2, "checkpoint": "full"}
+    stopped = two_ranks.run(jobs.fit_until_told_to_stop, strategy, tmp_path, signal.SIGTERM, 1, 3)
+    again = two_ranks.run(jobs.fit_from_last, strategy, tmp_path)
+    for first, second in zip(stopped, again, strict=True):
+        assert len(first["losses"]) == 3
+        assert len(first["losses"]) + len(second["losses"]) == 2 * jobs.STEPS
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_r10_saving_sends_next_to_nothing_and_needs_a_bucket_at_most(
     stage: int, two_ranks: RankPool, tmp_path: Path

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from safetensors.torch import load_file
 
 import checkpoint_jobs
@@ -21,7 +22,7 @@ from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder,
 from lightning_zero.checkpoint.folder import hidden_beside
 from lightning_zero.checkpoint.resume import KEY
 from lightning_zero.checkpoint.single import names_entry, problems_in, read_plain, write_at_once
-from lightning_zero.pl.single_file import refuse_place
+from lightning_zero.pl.single_file import CheckpointFormat, refuse_place
 from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 
@@ -282,6 +283,23 @@ def test_each_fit_says_once_what_it_saves_and_files_take_the_place_of_shards(
 def test_a_single_file_is_not_written_in_the_place_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is a folder .*Remove it"):
         refuse_place(tmp_path, replaces_shards=False)
+
+
+def test_a_single_file_is_not_written_inside_of_a_checkpoint(tmp_path: Path) -> None:
+    """Said before any rank writes: they would wait for rank 0."""
+    keeper = CheckpointKeeper(LocalComm(), in_background=False, warn=print)
+    keeper.save(crash_jobs.tree_of(1, 0, 1), str(tmp_path / "shards"), 1, {})
+    with pytest.raises(CheckpointError, match="shards"):
+        refuse_place(tmp_path / "shards" / "a.ckpt", replaces_shards=True)
+
+
+def test_a_fit_that_begins_anew_does_not_go_on_from_shards_as_the_one_before_it() -> None:
+    chosen = CheckpointFormat(None)
+    chosen.goes_on_from_shards = True
+    assert "the run goes on from one" in chosen.choose(1)
+    chosen.begin_fit(TorchCheckpointIO())
+    assert chosen.policy is None
+    assert "Checkpoints are single files" in chosen.choose(1)
 
 
 def test_a_single_file_takes_the_place_of_no_folder_of_something_else(tmp_path: Path) -> None:

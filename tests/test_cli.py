@@ -397,6 +397,11 @@ def test_names_that_a_stream_cannot_have_are_escaped(tmp_path: Path, monkeypatch
     assert "na\\xefve" in printed.read()
 
 
+def test_an_average_is_a_part_of_a_checkpoint_by_itself() -> None:
+    names = ("average:net.0.weight", "model:net.0.weight", "optimizer 0:net.0.weight:exp_avg", "rank 1/cuda")
+    assert [cli._part_of(name) for name in names] == ["average", "model", "optimizer 0, exp_avg", "random state"]
+
+
 # -- plan
 
 
@@ -419,6 +424,11 @@ def test_plan_shows_what_offload_moves(capsys: pytest.CaptureFixture[str]) -> No
     assert "optimizer state (host) - 24 GB" in told
     assert run("plan", "--parameters", "8e9", "--ranks", 4, "--offload-parameters", "cpu", "--offload", "nvme") == 0
     assert "parameter (host) - - - 8 GB" in lines(capsys)  # at stage 3 alone
+
+
+def test_plan_divides_by_the_ranks_that_hold_one_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("plan", "--parameters", "1e9", "--ranks", 8, "--stage", 3, "--replicas", 2) == 0
+    assert "model states 16 GB 4 GB" in lines(capsys)
 
 
 def test_plan_counts_running_averages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,13 @@ def test_what_comes_after_an_op_waits_for_it_on_another_lane_too() -> None:
     assert (timing.seconds, timing.waited) == (4, 3)
 
 
+def test_what_comes_after_an_op_of_the_step_before_waits_for_that_one() -> None:
+    """As the values of a window are read again only when those of the step before are written."""
+    ops = [Op(Kind.STORE, 0, at=0, after=(1,)), Op(Kind.REDUCE, 0, at=3, nbytes=7)]
+    timing = timing_of(step_of(*ops), {3: Work(flops=3)}, RATES)
+    assert (timing.seconds, timing.waited) == (7, 4)
+
+
 def test_what_a_step_leaves_is_waited_for_in_the_next_one() -> None:
     late = Op(Kind.PUBLISH, 0, at=3, by=0, nbytes=7)
     timing = timing_of(step_of(late), {2: Work(flops=2), 3: Work(flops=3)}, RATES)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import Offload
 from lightning_zero.run.notices import TornStepError
 from lightning_zero.shards.counting import StepCounts
+from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, x
@@ -22,6 +23,9 @@ LAYERS = 4
 MAKES: dict[str, Callable[..., Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
     "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "SGD, momentum of some": lambda params: torch.optim.SGD(
+        [{"params": [one], "momentum": 0.9 * (at % 3 == 2)} for at, one in enumerate(params)], lr=0.1
+    ),
     "Adadelta": torch.optim.Adadelta,
     "Adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
     "Adam": partial(torch.optim.Adam, amsgrad=True),
@@ -72,6 +76,20 @@ def test_every_rank_has_the_counts_of_one_device_and_its_bits(stage: int, name: 
         return {**state_of(model, engine), **numbers_in(optimizer)}
 
     assert_as_on_one_device(tower(), act, stage, MAKES[name], world=4, bucket_bytes=2**20)
+
+
+def test_a_step_that_is_taken_when_its_gradients_are_gone_is_counted_all_the_same() -> None:
+    """Offloaded, it is taken in the next forward, before which users drop the gradients."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Any]:
+        train(model, optimizer)
+        optimizer.zero_grad()
+        if engine is not None:
+            engine.catch_up()
+        return {**state_of(model, engine), **numbers_in(optimizer)}
+
+    offload = {"offload": Offload(optimizer="cpu"), "machine": Machine(host_is_apart=True)}
+    assert_as_on_one_device(tower(), act, 2, MAKES["AdamW"], world=4, bucket_bytes=2**20, **offload)
 
 
 @pytest.mark.parametrize("offload", [None, Offload(optimizer="cpu")], ids=["resting", "offloaded"])

@@ -66,6 +66,17 @@ def test_room_is_had_or_refused_also_where_the_system_sets_none_aside(
     disk.close()
 
 
+def test_a_write_comes_after_those_that_are_still_under_way(tmp_path: Path) -> None:
+    disk, held, found = Disk(tmp_path), threading.Event(), torch.empty(100)
+    start = disk.reserve(400)
+    disk._writer.submit(held.wait, 60)
+    disk.begin_write([(start, torch.zeros(100))])
+    threading.Timer(0.05, held.set).start()
+    disk.write(start, torch.ones(100))
+    disk.read(start, found)
+    assert found.eq(1.0).all()
+
+
 def test_room_is_zeros_also_where_something_else_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.tiers.array.ZEROS", 30)  # are written at a time
     disk, ledger = Disk(tmp_path), Ledger()

@@ -22,6 +22,7 @@ DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torc
 OFFLOADS = [None, {"optimizer": "cpu"}, {"optimizer": "nvme"}, {"optimizer": "cpu", "state_dtype": "bf16"}]
 AT_STAGE_3 = [{"parameters": "cpu"}, {"optimizer": "cpu", "parameters": "cpu"}]
 AT_STAGE_3 += [{"optimizer": "nvme", "parameters": "cpu"}, {"optimizer": "cpu", "fraction": 0.5}]
+AT_STAGE_3 += [{"optimizer": "cpu", "fraction": 0.5, "state_dtype": "bf16"}]
 
 
 def counted(stage: int, ranks: int, precision: str, offload: Offload | None, averages: int = 0, **options: Any) -> Any:

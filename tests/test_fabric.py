@@ -1,6 +1,7 @@
 """`Fabric(strategy=ZeroStrategy(...))` beside Fabric's own strategies, on real processes."""
 
 import functools
+import math
 import re
 import subprocess
 import sys
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import fabric_jobs
 import warm
 from compare import assert_same_bits
 from jobs import Classifier
-from lightning_zero import ZeroStrategy, consolidate
+from lightning_zero import Checkpoint, ZeroStrategy, consolidate
+from lightning_zero.pl.fabric import FabricZeroStrategy
 from ranks import PATIENCE, SHORT, RankPool, run_alone
 
 STAGES = [1, 2, 3]
@@ -65,6 +68,13 @@ def test_clipping_by_norm_and_accumulation_equal_fabrics_ddp(stage: int, two_ran
                 assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
             else:
                 assert_same_run(mine, theirs)
+
+
+def test_clipping_by_another_norm_equals_fabrics_ddp(two_ranks: RankPool, ddp: Any) -> None:
+    found = two_ranks.run(fabric_jobs.train, {"stage": 2}, 2, norm_type=math.inf)
+    for mine, theirs in zip(found, ddp(norm_type=math.inf), strict=True):
+        assert mine["norms"] == pytest.approx(theirs["norms"], rel=1e-6)
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -169,6 +179,15 @@ def test_a_checkpoint_goes_on_at_any_stage_on_any_number_of_ranks(
     assert alone["epoch"] == 3
 
 
+def test_a_load_leaves_no_file_open_and_a_teardown_leaves_optimizers_as_they_were_made(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for left, shapes in two_ranks.run(fabric_jobs.load_and_leave, {"stage": 3}, tmp_path / "saved"):
+        assert left == []
+        assert all(own == theirs for own, theirs in shapes)
+        assert len(shapes) > 2
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("stage", STAGES)
@@ -188,6 +207,11 @@ def test_all_ranks_hear_at_once_that_one_cannot_read(stage: int, two_ranks: Rank
     first, second = two_ranks.run(fabric_jobs.load_where_rank_1_cannot_read, strategy, tmp_path / "saved")
     assert first.startswith("rank 1, reading the model: ")
     assert "the disk is gone" in second
+
+
+def test_what_no_rank_reads_of_a_checkpoint_is_verified_too(two_ranks: RankPool, tmp_path: Path) -> None:
+    told = two_ranks.run(fabric_jobs.load_what_is_damaged_where_nobody_reads, {"stage": 2}, tmp_path / "saved")
+    assert all("is damaged" in error for error in told)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -248,6 +272,16 @@ def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
     ):
         with pytest.raises(error, match=re.escape(told)):
             Fabric(strategy=ZeroStrategy(**arguments), accelerator="cpu", devices=1)
+
+
+def test_one_strategy_serves_several_fabrics_which_each_choose_the_format_of_checkpoints() -> None:
+    written = ZeroStrategy()
+    first, second = (Fabric(strategy=written, accelerator="cpu", devices=1).strategy for _ in range(2))
+    assert isinstance(first, FabricZeroStrategy)
+    assert isinstance(second, FabricZeroStrategy)
+    first.checkpoint_io = AsyncCheckpointIO()
+    assert first.checkpoint == Checkpoint(format="full")
+    assert second.checkpoint is None
 
 
 SCRIPT = """

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer import call as calls
 import cli_app
 import lightning_zero
 from compare import assert_same_bits
+from lightning_zero.pl.interop import exists_or_is_saved
 from ranks import RankPool
 
 BY_CLASS = ("--trainer.strategy.class_path=lightning_zero.ZeroStrategy", "--trainer.strategy.init_args.stage=3")
@@ -76,6 +77,15 @@ def test_a_mock_of_a_trainer_has_callbacks_and_checkpoints_as_without_this_packa
     assert not saver.file_exists(tmp_path / "a.ckpt", trainer)
     (tmp_path / "last.ckpt").touch()
     assert saver._find_last_checkpoints(trainer) == {str(tmp_path / "last.ckpt")}
+
+
+def test_a_path_is_taken_as_soon_as_a_save_to_it_is_under_way(tmp_path: Path) -> None:
+    """In the background: another ModelCheckpoint chooses another name, as it does where the file is there."""
+    strategy, saver = lightning_zero.ZeroStrategy(), ModelCheckpoint(tmp_path)
+    path, trainer = tmp_path / "a.ckpt", Mock(strategy=strategy)
+    strategy._keeper = Mock(is_latest=lambda other: other == str(path))
+    assert saver.file_exists(path, trainer)
+    assert not exists_or_is_saved(lambda *_: False, saver, tmp_path / "b.ckpt", trainer)
 
 
 def test_a_mock_of_a_logger_uploads_nothing_that_users_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:

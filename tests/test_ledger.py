@@ -38,6 +38,7 @@ def test_tiers_are_booked_apart() -> None:
     held.clear()
     assert ledger.tiers == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
     assert ledger.tier_peak == {Tier.DEVICE: 40, Tier.HOST: 80, Tier.DISK: 0}
+    assert ledger.peak_in == {(Category.MASTER, Tier.DEVICE): 40, (Category.MASTER, Tier.HOST): 80}
 
 
 def test_what_is_allocated_in_inference_mode_can_be_trained_with() -> None:

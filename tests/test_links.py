@@ -362,6 +362,28 @@ def test_waits_end_when_a_rank_dies(nbytes: int) -> None:
     assert seconds < AT_ONCE
 
 
+def test_the_wait_for_a_term_ends_when_a_rank_dies_that_has_offered_it() -> None:
+    """Meanwhile the sum waits for the term of another rank."""
+    (one, peer), (other, _silent) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    desk_here = Desk([1, 2], SLOT, MARK)
+    exchange = Exchange({1: one, 2: other}, desk_here, {})
+    thread = threading.Thread(target=exchange.run)
+    thread.start()
+    try:
+        into = torch.zeros(SLOT)
+        messages = exchange.sum(into, [1, 2], 7)
+        peer.send(_HEADER.pack(_OFFER, 7, 0, into.nbytes))
+        while not exchange._offers:
+            time.sleep(0.001)
+        peer.close()
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            messages[1].wait(SOON)
+    finally:
+        exchange.quit()
+        thread.join(AT_ONCE)
+        desk_here.close_file()
+
+
 def time_out() -> tuple[str, float]:
     """Rank 0 gives up a wait, and uses its tensors for something else; rank 1 is late."""
     comm = comm_of_world()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.run import replicated
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.mesh import Mesh
+from lightning_zero.wire.mesh import Mesh, shape_of
 from thread_world import ThreadWorld
 
 SIZES = [(8, 2, 2), (12, 2, 1), (12, 1, 6), (24, 2, 6), (24, 4, 3)]  # ranks, replicas, tensor-parallel ranks
@@ -55,6 +55,33 @@ def test_what_goes_over_communicators_is_told_in_the_same_order_in_every_process
     found = ThreadWorld(8).run(rank_main)
     kinds = ["all_gather", "all_reduce", "replicate all_gather", "tensor_parallel all_gather"]
     assert found == [(["world", "shard", "replicate", "tensor", "data"], kinds)] * 8
+
+
+def test_bytes_among_all_ranks_count_once_whatever_they_share() -> None:
+    def rank_main(comm: Comm) -> dict[str, int]:
+        mesh = Mesh.of(comm, 1, 2)
+        assert mesh.tensor is mesh.world
+        mesh.tensor.all_gather(torch.zeros(2, 1), torch.zeros(1), "values").wait()
+        return mesh.bytes_sent
+
+    assert ThreadWorld(2).run(rank_main) == [{"all_gather": 4}] * 2
+
+
+def test_seconds_are_those_of_waits_in_every_communicator() -> None:
+    def rank_main(comm: Comm) -> float:
+        mesh = Mesh.of(comm, 2, 2)
+        before = mesh.seconds_waited
+        for one in (mesh.world, mesh.shard, mesh.replicate, mesh.tensor, mesh.data):
+            one.clock._add(100.0)
+        return mesh.seconds_waited - before
+
+    assert ThreadWorld(8).run(rank_main) == [500.0] * 8
+
+
+def test_replicas_that_do_not_divide_what_tensor_parallelism_leaves_are_told_what_does() -> None:
+    told = r"replicate_size=3 does not divide the 4 groups of tensor_parallel_size=2\. Write one of \[1, 2, 4\]\."
+    with pytest.raises(ValueError, match=told):
+        shape_of(8, 3, 2)
 
 
 def test_a_part_of_a_tensor_has_the_values_of_the_first_rank_that_holds_it_and_a_whole_one_those_of_rank_0() -> None:

@@ -3,21 +3,26 @@
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
-from lightning_zero import ZeroEMA, ZeroMonitor
+from lightning_zero import Offload, ZeroEMA, ZeroMonitor
 from lightning_zero.pl.advice import options_beside_ddp
-from lightning_zero.pl.table import WIDTH, MemoryReport, sized, table_of
+from lightning_zero.pl.monitor import bytes_at_rest
+from lightning_zero.pl.table import WIDTH, MemoryReport, _uncast_lines, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.forecast import Forecast, bytes_to_save, bytes_under_ddp, forecast
+from lightning_zero.shards.assembly import Uncast
+from lightning_zero.shards.offload import Machine
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import seeded
@@ -127,6 +132,8 @@ def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int) -> None:
         engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
         engine.module.register_buffer("running", torch.zeros(5))
         expected = forecast(engine, [optimizer], [room_for_average(engine)])
+        of_two = forecast(engine, [optimizer], [room_for_average(engine)] * 2)
+        assert of_two.here["average"] == 2 * expected.here["average"]
         average = Average(engine, get_ema_avg_fn(0.9))
         found = engine.bytes_by_category()
         assert not average.updates
@@ -178,6 +185,53 @@ def test_each_reason_for_fp32_is_told() -> None:
     ]
 
 
+def test_of_many_reasons_the_rest_is_counted() -> None:
+    uncast = [Uncast(f"Kind{n}", "as it is", 10**n) for n in range(6)]
+    parts = SimpleNamespace(assembly=SimpleNamespace(resting=SimpleNamespace(uncast=uncast)))
+    engine: Any = SimpleNamespace(options=Options(autocast_dtype=BF16), parts=parts)
+    told = _uncast_lines(engine)
+    assert told[0] == "1 stay in float32, not bfloat16: Kind0 (as it is)"
+    assert told[-1] == "110,000 more do, in other modules"
+
+
+def offloaded_table(optimizers: int = 1, apart: bool = True, **offload: Any) -> str:
+    """Of AdamW, whose state is offloaded; the last parameters are in a group of their own."""
+
+    def job(comm: Comm) -> str:
+        module = model()
+        first, *others = module.parameters()
+        made = [torch.optim.AdamW([{"params": [first], "betas": (0.5, 0.9)}, {"params": others[:2]}])]
+        if optimizers == 2:
+            made.append(torch.optim.AdamW(others[2:]))
+        else:
+            made[0].add_param_group({"params": others[2:], "betas": (0.5, 0.9)})
+        options = Options(offload=Offload(**offload), machine=Machine(host_is_apart=apart))
+        return table_of(Engine(module, made, stage=2, comm=comm, options=options), 2, can_step_in_backward=True)
+
+    return " ".join(ThreadWorld(2).run(job)[0].split())
+
+
+def test_what_is_said_of_an_offloaded_step_is_true_of_all_groups_and_optimizers(tmp_path: Path) -> None:
+    hint = "step_in_backward=True) hides the offloaded step"
+    told = offloaded_table(optimizer="nvme", path=tmp_path, state_dtype="bf16")
+    assert "Averages with beta 0.999 cannot fall there" in told
+    assert hint in told
+    assert "moves nothing" not in told
+    assert hint not in offloaded_table(2, optimizer="cpu")  # backward steps with one optimizer
+    assert hint not in offloaded_table(apart=False, optimizer="cpu")  # nothing waits for the next forward
+
+
+def test_gradients_that_backward_steps_take_no_memory_between_steps() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    engine = Engine(module, [optimizer], stage=2, comm=LocalComm(), options=Options(step_in_backward=True))
+    expected = forecast(engine, [optimizer]).here
+    with engine.backward():
+        module(torch.arange(10)).sum().backward()
+    optimizer.step()
+    assert expected["gradient"] == engine.bytes_by_category()["gradient"] == 0
+
+
 # --- settings that bring nothing
 
 
@@ -192,8 +246,6 @@ def test_each_reason_for_fp32_is_told() -> None:
     ],
 )
 def test_a_setting_that_brings_nothing_is_told_in_a_sentence(ranks: int, options: dict, told: str | None) -> None:
-    from lightning_zero import Offload
-
     if "offload" in options:
         options = {"offload": Offload(**options["offload"])}
     lines = table_on(ranks, 2, **options)
@@ -280,6 +332,22 @@ def test_what_a_step_costs_is_that_of_all_its_micro_batches(two_ranks: RankPool)
     assert logged["zero/wait_seconds"] == pytest.approx(told["wait_seconds_per_step"])
     assert logged["zero/step_seconds"] == pytest.approx(told["seconds_per_step"])  # twice the median of two
     assert logged["zero/wait_seconds"] < logged["zero/step_seconds"]
+
+
+def test_each_fit_is_told_of_by_itself(two_ranks: RankPool) -> None:
+    (told, alone), _ = two_ranks.run(jobs.watch_in_turn, [{"stage": 3, "units": "modules"}, {"stage": 1}])
+    assert told[1:] == alone
+    assert told[0] != told[1]
+
+
+def test_ddps_gradients_that_are_views_of_its_buckets_take_no_memory_beside_them() -> None:
+    wrapped: Any = object.__new__(DistributedDataParallel)
+    module, found = model(), {}
+    for wrapped.__dict__["gradient_as_bucket_view"] in (False, True):
+        run: Any = SimpleNamespace(strategy=SimpleNamespace(model=wrapped), callbacks=[], optimizers=[])
+        found[wrapped.gradient_as_bucket_view] = bytes_at_rest(run, module)
+    assert found[False] == found[True] | {"bucket": found[True]["gradient"]}
+    assert found[True]["bucket"] == 0
 
 
 def test_the_peak_that_is_told_is_that_of_the_rank_with_most(zero: Any) -> None:

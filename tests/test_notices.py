@@ -57,3 +57,16 @@ def test_what_ranks_tell_in_two_meetings_is_of_one_step_unless_another_one_has_b
         assert notices.is_torn == (changes.parameters == 0 and not begins)
         if begins:
             notices.begin_step()
+
+
+def test_each_torn_step_is_told_of_and_the_error_behind_it_once() -> None:
+    """Who catches it loads a checkpoint, and trains on."""
+    notices = Notices(late_errors=[ArithmeticError()])
+    for cause in (ArithmeticError, type(None)):
+        notices.begin_step()
+        notices.note_step("Adam", Changes(1, 2, False))
+        notices.hear(notices.flags())
+        assert notices.is_torn
+        with pytest.raises(TornStepError) as told:
+            notices.refuse_torn_step([notices.left])
+        assert isinstance(told.value.__cause__, cause)

@@ -313,6 +313,8 @@ def test_torchs_choice_of_the_kernel_is_still_open_after_a_step() -> None:
 def test_a_kernel_is_chosen_where_the_user_has_left_that_open(options: dict[str, bool], fuses: bool) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], **options)  # type: ignore[arg-type]
     assert may_fuse(optimizer, optimizer.param_groups[0]) == fuses
+    of_users_own = type("Own", (torch.optim.AdamW,), {})([nn.Parameter(torch.ones(1))], **options)
+    assert not may_fuse(of_users_own, of_users_own.param_groups[0])  # its methods may be part of the step
 
 
 class Widens(torch.optim.Optimizer):
@@ -831,6 +833,10 @@ def test_half_of_the_state_is_half_of_it() -> None:
         assert len(chosen) == expected, fraction
     last = choose_offloaded(Offload(optimizer="cpu", fraction=0.1), named, trainable)
     assert last == {id(model[9].weight)}  # needed last in the next forward
+    uneven = dict(nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(3, 2, bias=False)).named_parameters())
+    trainable = {id(parameter) for parameter in uneven.values()}
+    nearest = choose_offloaded(Offload(optimizer="cpu", fraction=0.3), uneven, trainable)
+    assert nearest == {id(uneven["1.weight"])}  # 6 of 16 elements are nearer to 4.8 than none are
 
 
 def host_peak(layers: int, folder: Path) -> int:
@@ -986,6 +992,90 @@ def test_state_that_will_not_fit_is_told_at_set_up(
     monkeypatch.setattr("lightning_zero.tiers.disk.Disk.free_bytes", free)
     with pytest.raises(RuntimeError, match=rf"will take {taken} bytes more there, and {free:,} are free"):
         Steps(2, Offload(optimizer="nvme", path=tmp_path), machine=dataclasses.replace(APART, ranks=ranks))
+
+
+def test_state_that_fits_in_two_bytes_is_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.tiers.disk.Disk.free_bytes", 1000)
+    run = Steps(2, Offload(optimizer="nvme", path=tmp_path, state_dtype="bf16"))  # of 1,920 bytes in four
+    run.step()
+    run.engine.close()
+
+
+def test_room_for_gradients_of_what_may_begin_to_train_is_asked_for_at_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[0].requires_grad_(False)
+    options = Options(offload=Offload(optimizer="nvme", path=tmp_path), machine=APART)
+    monkeypatch.setattr("lightning_zero.tiers.disk.Disk.free_bytes", 1100)
+    with pytest.raises(RuntimeError, match=r"will take 1,280 bytes more there"):  # 2 * 4 * 128, and 4 * 64
+        Engine(model, [optimizer], stage=2, comm=LocalComm(), options=options)
+
+
+class Votes(torch.optim.Optimizer):
+    """Counts, for each element, in whole numbers of more than a byte."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            state["votes"] = state.get("votes", torch.full_like(parameter, 1000, dtype=torch.int32)) + 1
+            parameter.sub_(parameter.grad * state["votes"], alpha=1e-5)
+
+
+def test_state_of_whole_numbers_rests_as_it_is_made_where_other_state_rests_in_two_bytes(tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            model(x(1 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
+        return {**state_of(model, engine), **{str(at): of["votes"] for at, of in state["state"].items()}}
+
+    for offload in (Offload("cpu", state_dtype="bf16"), Offload("nvme", path=tmp_path, state_dtype="bf16")):
+        assert_as_on_one_device(tower(), act, 2, Votes, offload=offload, machine=APART)
+
+
+class OneRate(torch.optim.Optimizer):
+    """Takes the learning rate of the first group for all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_of_ones_own_has_all_of_its_groups_in_a_late_step(tmp_path: Path) -> None:
+    def make(parameters: Any) -> Optimizer:
+        return OneRate([{"params": [one], "lr": 0.1 + at} for at, one in enumerate(parameters)], {})
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            model(x(1 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    assert_as_on_one_device(tower(), act, 2, make, offload=offload, machine=APART, bucket_bytes=64)
+
+
+def test_state_on_disk_that_is_edited_through_a_view_is_stepped_as_it_is_then(tmp_path: Path) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            model(x(1 + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                optimizer.state[parameter]["exp_avg"].view(-1)[:3].mul_(-1)
+        return state_of(model, engine)
+
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    assert_as_on_one_device(tower(), act, 2, fused_adam, world=1, offload=offload, machine=APART)
 
 
 def test_too_little_host_memory_is_told_with_what_is_there_and_needed() -> None:

@@ -1,6 +1,7 @@
 """The user's own optimizer on pieces."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import Optimizer
 
+from engine_checkpoints import save
+from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.offload import Machine
@@ -256,3 +259,25 @@ def test_a_closure_runs_on_whole_parameters(stage: int) -> None:
     plain = ThreadWorld(2).run(lambda comm: trained(comm, stage, start, adamw, steps=1)[1].states.full_model())
     closed = ThreadWorld(2).run(step_with_closure)
     assert all(torch.equal(closed[0][name], value) for name, value in plain[0].items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_has_state_of_a_parameter_without_elements(stage: int, tmp_path: Path) -> None:
+    """Rank 0 writes it, as no rank owns a part of it: who loads the checkpoint finds what a single device saves."""
+
+    def on_rank(comm: Comm) -> dict[str, tuple[int, ...]]:
+        model = torch.nn.Linear(4, 4)
+        model.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options())
+        (model(torch.ones(2, 4)).sum() + model.nothing.sum()).backward()
+        optimizer.step()
+        save(comm, engine, [optimizer], tmp_path / "ckpt")
+        full = engine.states.full_optimizer(optimizer)["state"]
+        engine.close()
+        return {f"{index} {name}": value.shape for index, state in full.items() for name, value in state.items()}
+
+    expected, _ = ThreadWorld(2).run(on_rank)
+    saved = StoredCheckpoint(tmp_path / "ckpt").load()["optimizer_states"][0]["state"]
+    assert {f"{at} {name}": value.shape for at, state in saved.items() for name, value in state.items()} == expected
+    assert (0, 3) in expected.values()

@@ -1,4 +1,5 @@
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.amp import GradScaler
 
 import jobs
 from lightning_zero import ZeroStrategy
-from lightning_zero.pl.precision import SkippedSteps, adapt
+from lightning_zero.pl.precision import SkippedSteps, adapt, guard_schedulers
 from lightning_zero.shards.norm import Overflow
 from ranks import RankPool
 
@@ -49,6 +50,27 @@ def test_overflows_of_one_fit_do_not_count_in_the_next(two_ranks: RankPool) -> N
     for first, second in two_ranks.run(jobs.fit_again_after_overflows, 2):
         assert "2 optimizer steps in a row overflowed" in first
         assert second is None
+
+
+def test_steps_that_were_skipped_before_a_checkpoint_count_in_the_run_that_goes_on(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    assert two_ranks.run(jobs.skipped_before_and_after, tmp_path) == [[1, 2]] * 2
+
+
+def test_in_a_skipped_step_schedulers_of_epochs_move_and_those_of_steps_do_not() -> None:
+    by_step, by_epoch, moved = object(), object(), list[Any]()
+    module: Any = SimpleNamespace(lr_scheduler_step=lambda scheduler, metric: moved.append(scheduler))
+    plugin: Any = SimpleNamespace(scaler=object(), skipped_last=True)
+    configs: Any = [
+        SimpleNamespace(scheduler=scheduler, interval=interval)
+        for scheduler, interval in ((by_step, "step"), (by_epoch, "epoch"))
+    ]
+    guard_schedulers(plugin, module, lambda: configs)
+    for plugin.skipped_last in (True, False):
+        module.lr_scheduler_step(by_step, None)
+        module.lr_scheduler_step(by_epoch, None)
+    assert moved == [by_epoch, by_step, by_epoch]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])

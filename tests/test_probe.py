@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_zero.device import HOST
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.granularity import choose_stepped
 from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, state_tensors_of, why_not_in_pieces
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
@@ -168,6 +170,15 @@ def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_c
     assert ThreadWorld(2).run(lambda comm: set_up(comm, "auto")) == [True, True]
     with pytest.warns(UserWarning, match=rf"AggMo {told}: in pieces.*cannot be saved"):
         assert ThreadWorld(2).run(lambda comm: set_up(comm, "element")) == [False, False]
+    with pytest.warns(UserWarning, match=r"which granularity='block' asks for, it trains, and cannot be saved"):
+        assert ThreadWorld(2).run(lambda comm: set_up(comm, "block")) == [False, False]
+
+
+@pytest.mark.parametrize(("granularity", "what"), [("tensor", "tensors"), ("block", "blocks")])
+def test_what_steps_more_than_elements_is_refused_beside_tensor_parallelism(granularity: Any, what: str) -> None:
+    optimizer = SGD([Parameter(torch.ones(2))], 0.1)
+    with pytest.raises(ValueError, match=f"SGD steps whole {what}, which tensor-parallel ranks have parts of"):
+        choose_stepped([optimizer], Options(granularity=granularity), True, HOST)
 
 
 def test_a_subclass_of_an_element_wise_optimizer_is_not_taken_for_one() -> None:

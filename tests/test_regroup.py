@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import regroup_jobs
-from compare import differing
+from compare import assert_same_bits, differing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from ranks import RankPool
 from thread_world import ThreadWorld
+from unit_jobs import WIDTH, state_of, tower, x
 
 STAGES = [1, 2, 3]
 BESIDE = {"Grown": "GrownFromTheStart", "Assigned": "AssignedFromTheStart"}
@@ -150,3 +152,30 @@ def test_on_one_rank_what_begins_to_train_equals_a_single_device(name: str, pool
         (found,) = pool_of(1).run(regroup_jobs.fit, {"stage": stage}, name, world=1)
         assert (found["losses"], found["rates"]) == (expected["losses"], expected["rates"]), stage
         assert differing(found["weights"], expected["weights"]) == [], stage
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_users_give_what_is_frozen_is_stepped(stage: int) -> None:
+    """Of what an optimizer has and nothing trains, a step takes no notice otherwise."""
+
+    def train(module: Any, engine: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+        module(x()).square().mean().backward()
+        module[0][0].weight.grad = torch.full((WIDTH, WIDTH), 0.5)
+        optimizer.step()
+        return state_of(module, engine)
+
+    def begin() -> tuple[Any, Any]:
+        module = tower()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        module[0].requires_grad_(False)
+        return module, optimizer
+
+    def on_rank(comm: Comm) -> dict[str, torch.Tensor]:
+        module, optimizer = begin()
+        engine = Engine(module, [optimizer], stage=stage, comm=comm, options=Options())
+        return train(module, engine, optimizer)
+
+    module, optimizer = begin()
+    expected = train(module, None, optimizer)
+    for found in ThreadWorld(2).run(on_rank):
+        assert_same_bits(found, expected)

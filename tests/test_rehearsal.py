@@ -454,6 +454,16 @@ def test_a_plan_refuses_what_it_would_not_heed(
     assert told in capsys.readouterr().err
 
 
+def test_a_plan_of_a_model_is_for_the_replicas_and_the_memory_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = dict[str, Any]()
+    monkeypatch.setattr(planning, "plan", lambda *_, **arguments: given.update(arguments) or Mock(fitting=[1]))
+    assert cli.main(["plan", *MODEL, "--device-memory", "1.5GiB", "--host-memory", "2GB", "--replicas", "2"]) == 0
+    assert given["fixed"] == {"replicate_size": 2}
+    assert (given["device_bytes"], given["host_bytes"]) == (3 * 2**29, 2 * 10**9)
+
+
 @pytest.mark.parametrize("ranks_and_bytes", [(0, 10**9), (8, 0)])
 def test_a_plan_is_for_at_least_one_rank_and_a_device_with_memory(ranks_and_bytes: tuple[int, int]) -> None:
     ranks, nbytes = ranks_and_bytes

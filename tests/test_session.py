@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import warm
-from lightning_zero.sweeps.session import run_in_session
+from lightning_zero.sweeps.session import run_in_session, sigterm_as_exit
 from opened import opened
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +52,21 @@ def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(30) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_signal_that_comes_as_a_job_starts_ends_it_once_it_has_started(monkeypatch):
+    started = []
+    popen = subprocess.Popen
+
+    def interrupted(*args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        started.append(popen(*args, **kwargs))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(SystemExit), sigterm_as_exit():
+        run_in_session([sys.executable, "-S", "-c", "import time; time.sleep(20)"], os.environ, grace_s=0.1)
+    assert started[0].returncode < 0
 
 
 def processes_with_environment(entry: str) -> list[int]:

@@ -53,6 +53,17 @@ def test_the_picture_shows_activations_among_the_bytes_hatched_where_they_are_on
     assert (device.get_hatch(), host.get_hatch()) == (None, "///")
 
 
+def test_jobs_stand_in_the_order_of_their_numbers(tmp_path):
+    for number in (10, 2, None, 9):  # None: a run of its own, in a folder of the sweep
+        write_summary(tmp_path / f"{number}", {"job": number, "status": "finished", "overrides": []})
+    assert [one["job"] for one in collect(tmp_path)] == [2, 9, 10, None]
+
+
+def test_overrides_stand_in_the_csv_as_a_shell_takes_them(tmp_path):
+    summary.write_csv([{"job": 0, "overrides": ["strategy=ddp", "model.name=a b"]}], tmp_path / "sweep.csv")
+    assert (tmp_path / "sweep.csv").read_text().splitlines() == ["job,overrides", "0,strategy=ddp 'model.name=a b'"]
+
+
 # --- what is shown
 
 
@@ -101,7 +112,8 @@ def test_the_picture_has_a_title_ratios_to_ddp_and_time_against_memory(tmp_path,
 def test_jobs_are_compared_with_the_ddp_job_of_the_same_other_overrides():
     jobs = [job(n, strategy) for n, strategy in enumerate(("zero2", "ddp", "zero2", "ddp"))]
     for number, one in enumerate(jobs):
-        one["overrides"] = [*one["overrides"], f"data.batch_size={8 if number < 2 else 16}", "+strategy.stage=1"]
+        own = [] if number % 2 else ["+strategy.stage=1", "++strategy.prefetch=2"]  # ddp has no such argument
+        one["overrides"] = [*one["overrides"], f"data.batch_size={8 if number < 2 else 16}", *own]
     assert summary.baselines_of(jobs) == [1, 1, 3, 3]
     jobs[1]["status"] = "failed"
     assert summary.baselines_of(jobs) == [None, None, 3, 3]
@@ -158,6 +170,12 @@ def test_the_table_has_a_line_per_job_and_numbers_under_their_names(monkeypatch,
         "0  strategy=ddp    finished   2.5     0.5    12 MB  500 MB  4 MB",
         "1  strategy=zero2  finished     -       -        -       -     -",
     ]
+
+
+def test_a_unit_is_that_of_the_largest_sum_and_not_of_its_parts():
+    (measure,) = (one for row in summary.MEASURES for one in row if one.key == "memory_bytes")
+    jobs = [job(0, "ddp", memory_bytes={"parameter": 6e5, "gradient": 6e5}), job(1, "zero2", memory_bytes={})]
+    assert summary.scale_of(measure, jobs) == (1e6, "MB")
 
 
 def test_a_stream_that_is_not_utf_8_and_a_machine_without_rich_have_the_table(monkeypatch):

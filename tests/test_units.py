@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.shards.casting import readers_of, why_not_cast
+from lightning_zero.shards.casting import Reader, readers_of, why_not_cast
 from lightning_zero.shards.units import (
     fill_buckets,
     find_units,
@@ -87,6 +87,20 @@ def test_a_tiny_model_stays_whole_and_of_others_what_would_be_gathered_longest()
     assert names(too_small_to_shard(specs, nbytes)) == names(specs)
     assert names(too_small_to_shard(specs, nbytes - 1)) == [""]  # its token, used by the forward that calls all others
     assert names(too_small_to_shard(specs, 4)) == []
+
+
+class Around(nn.Module):
+    """A vector of its own around another module."""
+
+    def __init__(self, numel: int, inside: nn.Module) -> None:
+        super().__init__()
+        self.own, self.inside = nn.Parameter(torch.zeros(numel)), inside
+
+
+def test_of_what_would_be_gathered_longest_the_smallest_stays_whole_first() -> None:
+    specs = find_units(Around(64, Around(4, nn.ModuleList([Block(), Block()]))), None)
+    assert names(specs) == ["", "inside", "inside.inside.0", "inside.inside.1"]
+    assert names(too_small_to_shard(specs, 100)) == ["inside"]
 
 
 class Wide(nn.Module):
@@ -186,6 +200,14 @@ def test_weights_of_attention_layers_of_it_cells_and_transformers_conv1d_rest_in
     )
     uncast = {"biased.bias_k", "biased.bias_v", *(f"layer.norm{at}.{name}" for at in (1, 2) for name in OWN)}
     assert names_of_cast(model) == {name for name, _ in model.named_parameters()} - uncast
+
+
+def test_an_attention_cuts_its_weights_unless_queries_keys_and_values_are_one_tensor() -> None:
+    reader, one, other = Reader(nn.MultiheadAttention(4, 2), ()), torch.ones(1, 4), torch.ones(1, 4)
+    assert not reader.cut_weights((one, one, one), {})
+    assert not reader.cut_weights((one,), {"value": one, "key": one})
+    for args, kwargs in (((one, one, other), {}), ((one, other, one), {}), ((one, one), {"value": other})):
+        assert set(reader.cut_weights(args, kwargs)) == {"in_proj_weight", "in_proj_bias"}
 
 
 def test_attention_that_is_not_torchs_own_keeps_what_it_reads() -> None:

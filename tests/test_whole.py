@@ -29,6 +29,7 @@ from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import Offload
 from lightning_zero.run.average import Average
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards.slot import slot_of
 from lightning_zero.shards.whole import Imbalance
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
@@ -279,6 +280,24 @@ def example_gpt(**sizes: int) -> nn.Module:
     from gpt import GPT  # with Lightning
 
     return GPT(**sizes)
+
+
+def test_tensors_are_dealt_by_bytes_and_work_and_what_is_uneven_is_told() -> None:
+    """A long vector takes the bytes of both matrices, and next to none of the work: each rank gets one of these."""
+
+    def run(comm: Comm) -> tuple[list[int | None], Imbalance | None]:
+        model = nn.ParameterList([torch.zeros(8192), torch.zeros(64, 64), torch.zeros(64, 64)])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        engine = Engine(model, [optimizer], stage=1, comm=comm, options=Options(granularity="tensor"))
+        steppers = [slot.stepper for slot in map(slot_of, model.parameters()) if slot is not None]
+        engine.close()
+        return steppers, engine.regrouping.imbalance
+
+    for (of_vector, *of_matrices), imbalance in ThreadWorld(2).run(run):
+        assert sorted(of_matrices) == [0, 1]
+        assert of_vector in (0, 1)
+        work = 2 * 64**3 + 8192
+        assert imbalance == pytest.approx((12288 / 8192 - 1, (64**3 + 8192) * 2 / work - 1))
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**25, 2**20])
