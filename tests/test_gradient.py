@@ -996,3 +996,17 @@ def test_a_gradient_that_one_rank_reads_alone_after_a_change_is_that_of_its_back
     else:
         assert torch.equal(found, on_all)
     assert torch.equal(last, last_there)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_users_have_put_in_place_of_accumulated_gradients_can_be_read_after_the_step(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Tensor:
+        with engine.no_sync(), engine.backward():
+            model(x()).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+        optimizer.step()
+        return torch.stack([parameter.grad.mean() for parameter in model.parameters()])
+
+    for found in on_engine(tower(), act, stage):
+        assert found.tolist() == [0.25] * 6

@@ -346,6 +346,7 @@ class GradientShard:
         """Drops what backwards have accumulated on this rank, as another gradient has taken its place: the next
         reduction is not to add it once more."""
         self.beside.drop(slot.index)
+        self._written_over.discard(slot.index)
         if self.averaged.is_sharded and self.averaged.full_grad is not None:
             self.used.discard(slot.index)
             slot.view(self.averaged.full_grad).fill_(nothing_of(slot))
