@@ -229,6 +229,26 @@ def test_pieces_in_containers_are_refused_on_every_rank(stage: int) -> None:
     on_engine(tower(), act, stage, made("AggMo", agg_mo), granularity="element")
 
 
+class Lookback(torch.optim.SGD):
+    """Has slow weights beside the state, as one of those that are called Lookahead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {0: {"weights": torch.zeros(3)}}
+        return {**super().state_dict(), "slow_state": slow}
+
+
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+def test_tensors_beside_the_state_are_refused_without_advice_that_does_not_help(granularity: str) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:
+        model(x()).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="it cannot be saved") as told:
+            engine.states.full_optimizer(optimizer)
+        assert "granularity" not in str(told.value)
+
+    on_engine(tower(), act, 2, lambda parameters: Lookback(parameters, lr=0.1), granularity=granularity)
+
+
 def test_an_optimizer_that_torch_has_not_made_is_refused_with_the_remedy() -> None:
     def set_up(comm: Comm) -> None:
         model = tower()

@@ -78,11 +78,14 @@ class OptimizerState:
         strange = [f"a key of the type {type(key).__name__}" for key in others if not isinstance(key, str)]
         in_pieces = [state[index] for index in state if _is_index(index) and self._is_in_pieces(index)]
         nested = itertools.chain(*map(nested_in, in_pieces))
-        self._agree_on_cuts([*large_in(more), *large_in(others), *strange, *dict.fromkeys(nested)])
+        self._agree_on_cuts(
+            dict.fromkeys(nested, True) | dict.fromkeys([*large_in(more), *large_in(others), *strange], False)
+        )
         return local, others
 
-    def _agree_on_cuts(self, unclear: list[str]) -> None:
-        """Agrees with all ranks on which entries are cut, and refuses what is `unclear` on any rank. Collective.
+    def _agree_on_cuts(self, unclear: Mapping[str, bool]) -> None:
+        """Agrees with all ranks on which entries are cut, and refuses what is `unclear` on any rank. Of each of that it
+        is said whether it would be clear of whole tensors. Collective.
 
         On a rank that owns little, a whole tensor may have the shape of a piece by chance: such a rank takes it for
         cut, until a rank on which the shapes differ says otherwise.
@@ -97,7 +100,7 @@ class OptimizerState:
                     f"{type(self._stepper.optimizer).__name__}.state_dict() has {', '.join(sorted(unclear_there))}, "
                     "which is no entry of one parameter's state: whether ranks have parts of it cannot be told, and "
                     "it cannot be saved. Keep tensors in state[p][name] itself, and have state_dict() return 'state' "
-                    "and 'param_groups'."
+                    "and 'param_groups'" + ("; or write granularity='tensor'." if all(unclear_there.values()) else ".")
                 )
 
     # -- to checkpoints
