@@ -1010,3 +1010,27 @@ def test_what_users_have_put_in_place_of_accumulated_gradients_can_be_read_after
 
     for found in on_engine(tower(), act, stage):
         assert found.tolist() == [0.25] * 6
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("how", ["by norm", "by value"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_rank_has_added_to_an_average_it_clips_for_itself(stage: int, how: str, zeroed: bool) -> None:
+    """As under DDP, and the next backward reduces what each has clipped."""
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> dict[str, Tensor]:
+        loss_of(model, comm.rank, 0).backward()
+        if zeroed:
+            optimizer.zero_grad(set_to_none=False)
+        with engine.no_sync():
+            loss_of(model, comm.rank, 1).backward()
+        if how == "by norm":
+            engine.averages.clip_by_norm_(optimizer, 0.05)
+        else:
+            engine.averages.clip_by_value_(optimizer, 1e-3)
+        clipped = {f"{name} clipped": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        loss_of(model, comm.rank, 2).backward()
+        return clipped | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    for mine, expected in zip(on_two_ranks(stage, act), on_two_ranks(0, act), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)
