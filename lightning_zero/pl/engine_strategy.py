@@ -48,6 +48,18 @@ class EngineStrategy(CheckpointingStrategy):
         adapted = None if precision_plugin is None else adapt(precision_plugin)
         DDPStrategy.precision_plugin.fset(self, adapted)  # type: ignore[attr-defined]
 
+    @DDPStrategy.optimizers.setter  # type: ignore[attr-defined]
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        known = [] if self._live_engine is None else self._live_engine.optimizers
+        strangers = [type(one).__name__ for one in optimizers if one not in known] if known else []
+        if strangers:
+            raise RuntimeError(
+                f"Optimizers ({', '.join(strangers)}) were made in the middle of fit: they would step whole "
+                "parameters, and keep whole state. Keep those that fit began with: optimizer.state.clear() begins "
+                "their state anew, param_groups and add_param_group change what they step, and how."
+            )
+        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
@@ -123,18 +135,6 @@ class EngineStrategy(CheckpointingStrategy):
             tell_of_foreign(engine)
 
     # -- steps
-
-    @DDPStrategy.optimizers.setter  # type: ignore[attr-defined]
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        known = [] if self._live_engine is None else self._live_engine.optimizers
-        strangers = [type(one).__name__ for one in optimizers if one not in known] if known else []
-        if strangers:
-            raise RuntimeError(
-                f"Optimizers ({', '.join(strangers)}) were made in the middle of fit: they would step whole "
-                "parameters, and keep whole state. Keep those that fit began with: optimizer.state.clear() begins "
-                "their state anew, param_groups and add_param_group change what they step, and how."
-            )
-        DDPStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -147,6 +147,23 @@ class CaughtUpState(defaultdict[Any, Any]):
         super().__init__(dict, state)
         self._catch_up = catch_up
 
+    __getitem__ = _caught_up("__getitem__")
+    __contains__ = _caught_up("__contains__")
+    __iter__ = _caught_up("__iter__")
+    __len__ = _caught_up("__len__")
+    get = _caught_up("get")
+    keys = _caught_up("keys")
+    items = _caught_up("items")
+    values = _caught_up("values")
+    __setitem__ = _caught_up("__setitem__")
+    __delitem__ = _caught_up("__delitem__")
+    __ior__ = _caught_up("__ior__")
+    setdefault = _caught_up("setdefault")
+    update = _caught_up("update")
+    pop = _caught_up("pop")
+    popitem = _caught_up("popitem")
+    clear = _caught_up("clear")
+
     def as_made(self) -> defaultdict[Any, Any]:
         """Returns the same state as a plain `defaultdict`, as torch makes it."""
         made: defaultdict[Any, Any] = defaultdict(dict)
@@ -155,12 +172,6 @@ class CaughtUpState(defaultdict[Any, Any]):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.items()))
-
-
-_LOOK_UPS = ("__getitem__", "__contains__", "__iter__", "__len__", "get", "keys", "items", "values")
-_EDITS = ("__setitem__", "__delitem__", "__ior__", "setdefault", "update", "pop", "popitem", "clear")
-for _name in (*_LOOK_UPS, *_EDITS):
-    setattr(CaughtUpState, _name, _caught_up(_name))
 
 
 def catch_up_before_use(optimizer: Optimizer, catch_up: Callable[[], None]) -> None:
