@@ -6,6 +6,8 @@ is done.
 
 import copy
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -28,16 +30,21 @@ from random_programs import (
     WIDTH,
     Backward,
     Clip,
+    Copy,
     Edit,
+    EditState,
     EditWeight,
     Evaluate,
     Freeze,
+    Hook,
     Load,
+    LoadFile,
     Net,
     Program,
     Rate,
     Read,
     Save,
+    SaveFile,
     Step,
     Whole,
     ZeroGrad,
@@ -122,6 +129,8 @@ class Loop(NamedTuple):
     no_sync: Callable[[], AbstractContextManager[Any]]
     clip: Callable[[Any, Clip], Any]
     strategy: Any
+    save: Callable[[], Any] = tuple  # in a Trainer, nothing
+    load: Callable[[], Any] = tuple
 
     @property
     def inner(self) -> list[Optimizer]:
@@ -141,7 +150,12 @@ def run_with_fabric(program: Program, how: Any) -> dict[str, Tensor]:
             return made.clip_gradients(model, optimizer, max_norm=op.limit, error_if_nonfinite=False)
         return made.clip_gradients(model, optimizer, clip_val=op.limit)
 
-    loop = Loop(model, module, optimizers, made.backward, lambda: made.no_backward_sync(model), clip, made.strategy)
+    folder = made.broadcast(tempfile.mkdtemp() if rank == 0 else None)
+    state = {"model": model, **{f"optimizer {number}": one for number, one in enumerate(optimizers)}}
+    file = f"{folder}/saved.ckpt"
+    save, load = partial(made.save, file, state), partial(made.load, file, state)
+    no_sync = partial(made.no_backward_sync, model)
+    loop = Loop(model, module, optimizers, made.backward, no_sync, clip, made.strategy, save, load)
     try:
         seen: dict[str, Tensor] = {}
         carry_out(program, loop, rank, seen, [], range(len(program.ops)))
@@ -149,6 +163,7 @@ def run_with_fabric(program: Program, how: Any) -> dict[str, Tensor]:
         return seen
     finally:
         made.strategy.teardown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Manual(L.LightningModule):
@@ -254,7 +269,15 @@ def backward(op: Backward, loop: Loop, rank: int, notes: Notes) -> Any:
             generator = torch.Generator().manual_seed(1000 * notes.number + 10 * at + rank)
             x = torch.randn(3, WIDTH, generator=generator)
             call = loop.model.score if forward.scores else loop.model
-            losses.append(call(x, forward.ways[rank % len(forward.ways)]).float().square().mean())
+            handle = None
+            if op.inside == "forward":
+                handle = loop.module.mid.register_forward_hook(partial(_look, loop, notes))
+            output = call(x, forward.ways[rank % len(forward.ways)])
+            if handle is not None:
+                handle.remove()
+            if op.inside == "backward" and at == 0:
+                output.register_hook(lambda grad: _look(loop, notes))
+            losses.append(output.float().square().mean())
         if op.penalty is not None:
             parameters = [parameter for parameter in loop.module.parameters() if parameter.requires_grad]
             losses.append(parameters[op.penalty % len(parameters)].float().square().mean() * (1 + rank))
@@ -264,9 +287,20 @@ def backward(op: Backward, loop: Loop, rank: int, notes: Notes) -> Any:
             read(op.looks, loop, rank, notes)
         if op.overflows and rank == 0:
             loss = loss * float("inf")
+        trained = [parameter for parameter in loop.module.parameters() if parameter.requires_grad]
+        if op.differs is not None and isinstance(loop.model, Called):  # Fabric has every backward go through it
+            of = trained[op.differs % len(trained)]
+            (found,) = torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
+            if found is not None:
+                notes.note("differs", found)
+        more = {} if op.only is None else {"inputs": trained[: op.only % len(trained) + 1]}
         for repeat in range(op.repeats):
-            loop.backward(loss, **({"retain_graph": True} if repeat < op.repeats - 1 else {}))
+            loop.backward(loss, **more, **({"retain_graph": True} if repeat < op.repeats - 1 else {}))
     return loss
+
+
+def _look(loop: Loop, notes: Notes, *_: Any) -> None:
+    notes.note("inside", loop.module.left.weight.sum())
 
 
 def read(op: Read, loop: Loop, rank: int, notes: Notes) -> None:
@@ -324,6 +358,8 @@ def clip(op: Clip, loop: Loop, rank: int, notes: Notes) -> None:
 
 def step(op: Step, loop: Loop, rank: int, notes: Notes) -> None:
     for number, optimizer in enumerate(loop.optimizers):
+        if op.which is not None and op.which % len(loop.optimizers) != number:
+            continue
         if op.closure is None:
             optimizer.step()
             continue
@@ -336,8 +372,55 @@ def step(op: Step, loop: Loop, rank: int, notes: Notes) -> None:
 
 
 def zero_grad(op: ZeroGrad, loop: Loop, rank: int, notes: Notes) -> None:
-    for optimizer in loop.optimizers:
-        optimizer.zero_grad(set_to_none=op.to_none)
+    for number, optimizer in enumerate(loop.optimizers):
+        if op.which in (None, number):
+            optimizer.zero_grad(set_to_none=op.to_none)
+
+
+def hook(op: Hook, loop: Loop, rank: int, notes: Notes) -> None:
+    parameters = [parameter for parameter in loop.module.parameters() if parameter.requires_grad]
+    parameter = parameters[op.which % len(parameters)]
+    if op.how == "halves":
+        parameter.register_hook(lambda grad: grad * 0.5)
+    else:
+        parameter.register_post_accumulate_grad_hook(partial(_when_accumulated, op.how, notes))
+
+
+def _when_accumulated(how: str, notes: Notes, parameter: Tensor) -> None:
+    grad = parameter.grad
+    assert grad is not None
+    if how == "halves what has accumulated":
+        grad.view(-1).mul_(0.5)
+    elif how == "replaces it":
+        parameter.grad = grad * 0.5
+    elif how == "reads it":
+        notes.note("sum of gradients", notes.seen.get(f"{notes.place}: sum of gradients", 0) + grad.sum())
+    else:
+        parameter.grad = None
+
+
+def edit_state(op: EditState, loop: Loop, rank: int, notes: Notes) -> None:
+    parameters = list(loop.module.parameters())
+    parameter = parameters[op.which % len(parameters)]
+    for optimizer in loop.inner:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if name in ("momentum_buffer", "exp_avg") and value is not None:
+                value.mul_(0.5)
+
+
+def copied(op: Copy, loop: Loop, rank: int, notes: Notes) -> None:
+    made = copy.deepcopy(loop.module)
+    with torch.no_grad():
+        x = torch.full((2, WIDTH), 0.5 + rank, dtype=made.gate.dtype)
+        notes.note("sum", made(x, 7).float().square().mean())
+
+
+def save_file(op: SaveFile, loop: Loop, rank: int, notes: Notes) -> None:
+    loop.save()
+
+
+def load_file(op: LoadFile, loop: Loop, rank: int, notes: Notes) -> None:
+    loop.load()
 
 
 def freeze(op: Freeze, loop: Loop, rank: int, notes: Notes) -> None:
@@ -396,5 +479,6 @@ def read_state(loop: Loop, notes: Notes) -> None:
 
 CARRY_OUT: dict[type, Callable[[Any, Loop, int, Notes], Any]] = {
     Backward: backward, Read: read, Edit: edit, EditWeight: edit_weight, Clip: clip, Step: step, ZeroGrad: zero_grad,
-    Freeze: freeze, Rate: set_rate, Evaluate: evaluate, Whole: whole, Save: save, Load: load,
+    Freeze: freeze, Rate: set_rate, Evaluate: evaluate, Whole: whole, Save: save, Load: load, SaveFile: save_file,
+    LoadFile: load_file, Hook: hook, EditState: edit_state, Copy: copied,
 }  # fmt: skip

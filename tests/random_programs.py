@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from random_changes import OF_DATA, OF_GRADIENTS
 from random_models import Running
@@ -32,6 +33,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, way: int) -> Tensor:
         hidden = torch.tanh(self.up(x))
+        if way & 8:
+            hidden = checkpoint(self.twice, hidden, use_reentrant=False)
         if way & 1:
             hidden = hidden + torch.tanh(self.left(hidden)) * self.gate
         if way & 2:
@@ -39,6 +42,10 @@ class Net(nn.Module):
         if way & 4:
             hidden = torch.tanh(self.right(hidden))
         return self.again(torch.tanh(self.mid(hidden)))
+
+    def twice(self, hidden: Tensor) -> Tensor:
+        """What recomputes."""
+        return torch.tanh(self.right(torch.tanh(self.mid(hidden))))
 
     def score(self, x: Tensor, way: int) -> Tensor:
         """Another method that users call in place of forward."""
@@ -68,6 +75,9 @@ class Backward(NamedTuple):
     overflows: bool = False  # on rank 0
     penalty: int | None = None  # on the square of a weight, used outside of a forward
     looks: Read | None = None  # before backward
+    inside: str | None = None  # read a weight in a hook of the "forward" of a module, or in "backward" on a tensor's
+    only: int | None = None  # asks for the gradients of this parameter, and of those before it
+    differs: int | None = None  # takes its gradient by `torch.autograd.grad` as well, each rank for itself
 
 
 class Edit(NamedTuple):
@@ -89,10 +99,38 @@ class Clip(NamedTuple):
 
 class Step(NamedTuple):
     closure: Backward | None = None
+    which: int | None = None  # of the optimizers, modulo their number, or all
 
 
 class ZeroGrad(NamedTuple):
     to_none: bool = True
+    which: int | None = None
+
+
+class Hook(NamedTuple):
+    """On the gradient of a weight, from here on."""
+
+    how: str
+    which: int
+
+
+HOOKS = ("halves", "halves what has accumulated", "replaces it", "reads it", "drops it")
+
+
+class EditState(NamedTuple):
+    which: int
+
+
+class Copy(NamedTuple):
+    """A forward of a copy of the model."""
+
+
+class SaveFile(NamedTuple):
+    pass
+
+
+class LoadFile(NamedTuple):
+    pass
 
 
 class Freeze(NamedTuple):
@@ -146,7 +184,7 @@ class Program:
         """Whether docs/numerics.md promises the bits of DDP (those of stage 0, in half precision)."""
         averaged = 0  # backwards whose averages are in the gradients
         for op in self.ops:
-            if isinstance(op, ZeroGrad):
+            if isinstance(op, ZeroGrad) and (op.which is None or self.optimizers == 1):
                 averaged = 0
             backward = op.closure if isinstance(op, Step) else op
             if isinstance(backward, Backward):
@@ -169,9 +207,11 @@ def sensible(program: Program) -> Program:
     """Leaves out what a user's loop cannot do, or what is documented to differ."""
     kept: list[Op] = []
     pending, parted, unscaled, graded, saved = False, False, False, False, False
+    filed = False  # saved, in a file
+    together = False  # ranks go the same ways: a hook reads averages, in the middle of backward
     scales = program.precision == "16-mixed"
     for op in program.ops:
-        if pending and isinstance(op, Step | Save | Load | Freeze | Whole):
+        if pending and isinstance(op, Step | Save | Load | Freeze | Whole | SaveFile | LoadFile | Hook):
             continue  # gradients are each rank's own: they are to be reduced first
         if parted and (isinstance(op, Edit | Clip) or (isinstance(op, Read) and op.what in ("gradients", "norms"))):
             continue  # which of them are None is each rank's own, too
@@ -185,12 +225,20 @@ def sensible(program: Program) -> Program:
             continue  # a scaler unscales once in a step
         if isinstance(op, Read) and op.what in ("gradients", "norms") and program.strategy["stage"] == 1:
             op = op._replace(who=None)  # after a change, one that reads alone gets an error there
-        if isinstance(op, Load) and not saved:
+        if (isinstance(op, Load) and not saved) or (isinstance(op, LoadFile) and not filed):
             continue
+        filed = filed or isinstance(op, SaveFile)
+        if isinstance(op, Step | ZeroGrad) and program.optimizers == 1:
+            op = op._replace(which=None)
         if isinstance(op, Evaluate) and op.who is not None and program.running:
             continue  # its broadcast is a collective, as under DDP
         if isinstance(op, Edit) and op.how == "drop" and op.which is None:
             graded = False
+        if together and isinstance(op, Backward):
+            op = _alike(op)
+        elif together and isinstance(op, Step) and op.closure is not None:
+            op = op._replace(closure=_alike(op.closure))
+        together = together or (isinstance(op, Hook) and op.how != "halves")
         if isinstance(op, Backward):
             if unscaled or (op.overflows and not scales):
                 op = op._replace(overflows=False)
@@ -200,8 +248,9 @@ def sensible(program: Program) -> Program:
             pending = not op.syncs
             parted = pending and (parted or uneven)
             graded = True
-        if isinstance(op, ZeroGrad):
-            pending = parted = False
+        if isinstance(op, ZeroGrad) and op.which is None:
+            parted = parted and not op.to_none
+            pending = pending and parted
             graded = graded and not op.to_none
         if isinstance(op, Step):
             unscaled = False
@@ -212,9 +261,14 @@ def sensible(program: Program) -> Program:
     return Program(tuple(kept), **{k: v for k, v in vars(program).items() if k != "ops"})
 
 
+def _alike(op: Backward) -> Backward:
+    """All ranks go rank 0's way."""
+    return op._replace(forwards=tuple(one._replace(ways=one.ways[:1]) for one in op.forwards))
+
+
 # -- what hypothesis draws
 
-_ways = st.lists(st.integers(0, 7), min_size=1, max_size=2).map(tuple)
+_ways = st.lists(st.integers(0, 15), min_size=1, max_size=2).map(tuple)
 _forwards = st.lists(st.builds(Forward, _ways, st.booleans()), min_size=1, max_size=2).map(tuple)
 _who = st.sampled_from([None, None, 0, 1])
 _index = st.integers(0, 12)
@@ -227,12 +281,22 @@ _of_a_loss = st.builds(
     overflows=st.booleans(),
     penalty=st.none() | _index,
     looks=st.none() | st.builds(Read, st.sampled_from(["weights", "sums"]), _who),
+    inside=st.sampled_from([None, None, None, "forward", "backward"]),
+    only=st.none() | st.none() | _index,
+    differs=st.none() | st.none() | _index,
 )
 _of_a_penalty = st.tuples(st.booleans(), _index).map(lambda drawn: Backward((), drawn[0], penalty=drawn[1]))
 _backwards = _of_a_loss | _of_a_loss | _of_a_loss | _of_a_penalty
 _how_edited = st.sampled_from(["drop", "replace", "scaled copy", *OF_GRADIENTS])
 _rare = st.one_of(
     st.builds(Step, _backwards),
+    st.builds(Step, st.none(), st.integers(0, 1)),
+    st.builds(ZeroGrad, st.booleans(), st.integers(0, 1)),
+    st.builds(Hook, st.sampled_from(HOOKS), _index),
+    st.builds(EditState, _index),
+    st.just(Copy()),
+    st.just(SaveFile()),
+    st.just(LoadFile()),
     st.builds(Freeze, st.sampled_from(LAYERS), st.booleans()),
     st.builds(Rate, st.sampled_from([0.05, 0.4])),
     st.builds(Whole, st.none() | _index),
@@ -265,6 +329,8 @@ def programs(draw: Any) -> Program:
         "units": draw(st.sampled_from(["modules", "auto"])),
         "prefetch": draw(st.integers(0, 2)),
     }
+    if draw(st.integers(0, 3)) == 3:
+        options["activation_checkpointing"] = {"modules": "torch.nn.Linear"}
     if world == 4:
         options["replicate_size"] = draw(st.sampled_from([2, 2, 1, 4]))
     if isinstance(options["offload"], dict) and options["stage"] < 3:

@@ -439,6 +439,62 @@ def test_accumulated_gradients_that_have_changed_places_are_added_to_where_they_
     on_two_ranks(stage, act)
 
 
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def halve_a_view(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    view = parameter.grad.view(-1)
+    view.mul_(0.5)
+
+
+def replace_by_half(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0.5
+
+
+def drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("leaves", ["the average", "zeros", "what has accumulated"])
+@pytest.mark.parametrize("how", [halve, halve_a_view, replace_by_half, drop])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_on_an_accumulated_gradient_finds_the_average_in_it_and_changes_both(
+    stage: int, how: Callable[[Tensor], None], leaves: str
+) -> None:
+    """Each rank adds 8 or 16 to what an earlier backward has left in `p.grad`, as under DDP. What is dropped stays so,
+    and the next backward adds to nothing."""
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        weight = model.blocks[0].up.bias
+        seen: list[float] = []
+        with engine.backward():
+            (2 * weight.sum()).backward()
+        engine.averages.full(weight)
+        if leaves == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif leaves == "what has accumulated":
+            with engine.no_sync():
+                (weight.sum() * 2).backward()
+        before = {"the average": 2, "zeros": 0, "what has accumulated": 4}[leaves]
+        weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(parameter.grad[0])))
+        hook = weight.register_post_accumulate_grad_hook(how)
+        with engine.backward():
+            (8 * weight.sum() * (1 + comm.rank)).backward()
+        hook.remove()
+        found = engine.averages.full(weight)
+        assert found is None if how is drop else torch.equal(found, torch.full_like(found, (before + 12) / 2))
+        optimizer.zero_grad(set_to_none=how is drop)
+        (8 * weight.sum() * (1 + comm.rank)).backward()
+        assert torch.equal(engine.averages.full(weight), torch.full_like(weight, 12.0))
+        assert seen == [before + 8.0 * (1 + comm.rank), 8.0 * (1 + comm.rank)]
+
+    on_two_ranks(stage, act)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm, by_hand: bool) -> dict[str, Tensor]:

@@ -499,6 +499,37 @@ def test_an_optimizer_takes_its_pieces_of_a_state_of_one_device(
     assert_as_on_one_device(tower(), act, stage, make, offload=offload, machine=APART)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_owns_all_that_has_state_takes_a_state_of_one_device_too(stage: int) -> None:
+    """Its pieces have as many elements as that, in another shape."""
+
+    class LastLayer(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[-1](x)
+
+    model = LastLayer([nn.Linear(9, 9), nn.Linear(4, 3)])
+
+    def momentum(parameters: Any) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+    def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
+        saved = {}
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 0.5)).square().mean().backward()
+            optimizer.step()
+            if step == 0:
+                saved = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
+                saved = copy.deepcopy(saved)
+            if step == 1:
+                optimizer.load_state_dict(saved)
+        if engine is not None:
+            assert engine.states.full_optimizer(optimizer)["state"].keys() == saved["state"].keys()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(model, act, stage, momentum)
+
+
 @pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_that_a_wrapper_shares_with_what_it_wraps_is_one_state_to_both(

@@ -191,7 +191,10 @@ class Loans(Lender):
         self.runner.rendezvous.settle_gradients()
 
     def lend_gradient(self, slot: Slot) -> Tensor:
-        if slot in self.lasting.gradients:
+        beside = gradient_of(slot).beside
+        if (edited := beside.edited(slot)) is not None:
+            return edited
+        if slot in self.lasting.gradients and slot.index not in beside.fresh:
             return self.lasting.gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
         # Until the step, one rank may read it alone.
@@ -203,13 +206,18 @@ class Loans(Lender):
                 "rank may read them alone."
             )
         with no_interception(), torch.no_grad():
-            return gradient_of(slot).beside.add_to(average, slot)
+            return beside.add_to(average, slot)
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor | None:
         with no_interception(), torch.no_grad():
             return averaged_of(slot).full(slot, is_lost=gradient_of(slot).has_written_over(slot))
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
+        beside = gradient_of(slot).beside
+        if slot.index in beside.fresh:  # in a hook of this backward: it is this rank's own
+            if edited_by is not None or is_visible:
+                beside.edit(slot, gradient)
+            return
         if edited_by is not None:
             self.runner.wait_to_edit_gradients(edited_by)
         self.lasting.take_gradient(slot, gradient, is_edited=edited_by is not None, is_visible=is_visible)

@@ -228,12 +228,14 @@ class OptimizerState:
             self.cut_in_place()
 
     def _is_whole(self, key: Any, state: Any) -> bool:
-        """Whether state of a parameter has a tensor of its shape, where this rank steps a part of it. Of a parameter
-        that is a single number nothing can be told: a count of steps is one, too."""
+        """Whether state of a parameter has a tensor of its shape, where this rank's has another one: of a part, or of
+        all in one row. Of a parameter that is a single number nothing can be told: a count of steps is one, too."""
         slot = self._slot(key) if isinstance(key, Parameter) else None
-        if slot is None or slot.state_piece.numel == slot.numel:
+        if slot is None or not slot.numel:
             return False
         whole, known = slot.local.box.whole, self._stepper.known.cut
+        if slot.steps_any and slot.state_shape == whole:
+            return False
         may_be_cut = [value for name, value in state.items() if isinstance(value, Tensor) and known.get(name, True)]
         return bool(whole) and any(tuple(value.shape) == whole for value in may_be_cut)
 

@@ -122,7 +122,8 @@ class Runner:
             return
         with no_interception():
             if slot.parameter.grad is None:
-                return  # a hook of the user's has taken it
+                gradient_of(slot).note_taken(slot)
+                return
         if not self.backward.is_known:
             self.notice_backward(slot)
         shard = gradient_of(slot)

@@ -122,12 +122,14 @@ class GradientShard:
         again = index in self.ready  # a weight used in several reentrant checkpoints gets a gradient from each
         self.ready.add(index)
         self.used.add(index)
-        carried = isinstance(grad, AveragedGradient)
+        carried = False
         if isinstance(grad, AveragedGradient):
             if not grad.is_of(slot):
                 grad.refuse_as_given()
-            grad = self.beside.take(index)
-        elif not again:
+            grad, carried = self.beside.take(index)
+        elif self.beside.fresh:
+            self.beside.drop_all(index)
+        if not (carried or again):
             averaged.editions[index] += 1
         if grad.is_sparse or slot.is_sparse:
             grad = as_dense(grad, slot)
@@ -145,6 +147,11 @@ class GradientShard:
             self._held[index] = grad
             slot.local.grad = None
         return self.is_complete and not again
+
+    def note_taken(self, slot: Slot) -> None:
+        """Notes that a hook of the user's has taken the gradient out of `p.grad` before it was collected."""
+        self.beside.drop_all(slot.index)
+        self.used.discard(slot.index)
 
     def _carry(self, index: int, carried: bool) -> None:
         """Notes whether the next average of a parameter is added to the one in owned_grad, or replaces it."""
