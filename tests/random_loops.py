@@ -289,11 +289,13 @@ def backward(op: Backward, loop: Loop, rank: int, notes: Notes) -> Any:
             loss = loss * float("inf")
         trained = [parameter for parameter in loop.module.parameters() if parameter.requires_grad]
         if op.differs is not None and isinstance(loop.model, Called):  # Fabric has every backward go through it
-            of = trained[op.differs % len(trained)]
-            (found,) = torch.autograd.grad(loss, of, retain_graph=True, allow_unused=True)
+            (found,) = torch.autograd.grad(
+                loss, trained[op.differs % len(trained)], retain_graph=True, allow_unused=True
+            )
             if found is not None:
                 notes.note("differs", found)
-        more = {} if op.only is None else {"inputs": trained[: op.only % len(trained) + 1]}
+        of = [*trained[: (op.only or 0) % len(trained)], loop.module.up.weight]  # the last always has a gradient
+        more = {} if op.only is None else {"inputs": of}
         for repeat in range(op.repeats):
             loop.backward(loss, **more, **({"retain_graph": True} if repeat < op.repeats - 1 else {}))
     return loss
