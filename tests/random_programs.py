@@ -210,7 +210,7 @@ def sensible(program: Program) -> Program:
     kept: list[Op] = []
     pending, parted, unscaled, graded, saved = False, False, False, False, False
     filed = False  # saved, in a file
-    together = False  # ranks go the same ways: a hook reads averages, in the middle of backward
+    together = False  # ranks go the same ways: a hook reads what is in shards, in the middle of backward
     scales = program.precision == "16-mixed"
     for op in program.ops:
         if pending and isinstance(op, Step | Save | Load | Freeze | Whole | SaveFile | LoadFile | Hook):
@@ -236,9 +236,9 @@ def sensible(program: Program) -> Program:
             continue  # its broadcast is a collective, as under DDP
         if isinstance(op, Edit) and op.how == "drop" and op.which is None:
             graded = False
-        if together and isinstance(op, Backward):
+        if isinstance(op, Backward) and (together or op.inside == "backward"):
             op = _alike(op)
-        elif together and isinstance(op, Step) and op.closure is not None:
+        elif isinstance(op, Step) and op.closure is not None and (together or op.closure.inside == "backward"):
             op = op._replace(closure=_alike(op.closure))
         together = together or (isinstance(op, Hook) and op.how != "halves")
         if isinstance(op, Backward):

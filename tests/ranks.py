@@ -158,12 +158,11 @@ class RankPool:
         """Results in rank order.
 
         Raises:
-            RankFailed: with the traceback of the first rank that raised.
+            RankFailed: with the tracebacks of all ranks that raised: one may have failed as another one did.
         """
         results, errors = self.outcomes(function, *args, timeout=timeout, **kwargs)
-        for rank, error in enumerate(errors):
-            if error is not None:
-                raise RankFailed(f"rank {rank} of {self.world}:\n{error}")
+        if told := [f"rank {rank} of {self.world}:\n{error}" for rank, error in enumerate(errors) if error is not None]:
+            raise RankFailed("\n".join(told))
         return results
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout: float = HANGS, **kwargs: Any) -> Any:
