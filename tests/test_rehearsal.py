@@ -282,7 +282,8 @@ def test_the_command_line_rehearses_and_draws(tmp_path: Path, capsys: pytest.Cap
     [
         (["no.such:Model", *MODEL[1:]], "'no.such:Model' cannot be imported"),
         ([*MODEL, "--device-memory", "80"], "80 is not a size with a unit, such as 80GB"),
-        ([*MODEL[:4], "0"], "Write at least one rank"),
+        ([*MODEL[:4], "0"], "argument --ranks: 0 is not a whole number of at least 1"),
+        ([*MODEL, "--rank", "2"], "rank=2 is none of the 2 ranks. Write one of 0 to 1."),
         ([*MODEL[:2], "4y16", *MODEL[3:]], "'4y16' is no batch"),
         ([*MODEL[:2], "4x16:float32", *MODEL[3:]], WRONG_INDICES),
         ([*MODEL, "--set", "stages=3"], "ZeroStrategy has no argument 'stages'"),
