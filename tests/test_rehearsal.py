@@ -465,6 +465,11 @@ def test_a_plan_of_a_model_is_for_the_replicas_and_the_memory_that_are_asked_for
     assert (given["device_bytes"], given["host_bytes"]) == (3 * 2**29, 2 * 10**9)
 
 
+def test_a_rehearsal_is_of_at_least_one_rank() -> None:
+    with pytest.raises(ValueError, match="ranks=0: write at least one rank"):
+        rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=0)
+
+
 @pytest.mark.parametrize("ranks_and_bytes", [(0, 10**9), (8, 0)])
 def test_a_plan_is_for_at_least_one_rank_and_a_device_with_memory(ranks_and_bytes: tuple[int, int]) -> None:
     ranks, nbytes = ranks_and_bytes
