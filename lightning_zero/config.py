@@ -231,12 +231,13 @@ def one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown. Write one of {list(allowed)}.")
 
 
-def stage_from(value: Any, stages: Collection[int]) -> int:
-    """Returns `value`, which may be text, as one of `stages`. Raises ValueError for anything else."""
+def stage_from(value: Any, stages: Collection[int], *others: str) -> int:
+    """Returns `value`, which may be text, as one of `stages`. Raises ValueError for anything else, which names `others`
+    as well."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     found = int(value) if is_number or (isinstance(value, str) and value.isdecimal()) else None
     if found is None or found not in stages:
-        raise ValueError(f"stage={value!r} does not exist. Write one of {list(stages)}.")
+        raise ValueError(f"stage={value!r} does not exist. Write one of {[*stages, *others]}.")
     return found
 
 

@@ -90,6 +90,30 @@ def test_a_config_that_says_too_little_is_refused(
     assert told in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model: [1, 2", "cannot be composed: while parsing a flow sequence"),
+        ("model: {_target_: nowhere.Model}", "model cannot be made: Error loading 'nowhere.Model'"),
+        (
+            "model: {_target_: rehearsal_jobs.Small, width: 3}",
+            "model cannot be made: Small.__init__() got an unexpected",
+        ),
+        ("model: {}\ndata: {_target_: builtins.int, x: 1}", "data cannot be made: 'x' is an invalid keyword"),
+    ],
+)
+def test_what_cannot_be_read_imported_or_made_is_told_in_one_error_without_a_traceback(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = "" if "data:" in text else "data: {}\n"
+    path = tmp_path / "one.yaml"
+    path.write_text(f"strategy: {{_target_: lightning_zero.ZeroStrategy}}\n{data}{text}\n")
+    batch = [] if "data:" in text else ["--batch", "4x16:int64"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["rehearse", str(path), "--ranks", "2", *batch])
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_config_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("model: {_target_: builtins.dict}\n")
     with pytest.raises(ValueError, match="has no data, strategy"):

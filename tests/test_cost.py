@@ -81,8 +81,17 @@ def test_spans_say_from_when_to_when_each_use_and_op_lies_on_its_lane() -> None:
 
 @pytest.mark.parametrize("name", ["flops", "memory", "link", "host"])
 def test_a_rate_is_more_than_nothing(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"Rates\({name}=0\) is to be more than 0"):
+    with pytest.raises(ValueError, match=rf"Rates\({name}=0\) is to be a number above 0"):
         Rates(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["flops", "latency"])
+@pytest.mark.parametrize("wrong", ["fast", float("nan"), -1])
+def test_a_rate_is_a_number(name: str, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Rates\({name}={wrong!r}\) is to be a number above 0"):
+        Rates(**{name: wrong})
+    with pytest.raises(ValueError, match="shares='yes' is neither True nor False"):
+        Rates(shares="yes")  # type: ignore[arg-type]
 
 
 WIDTH, BLOCKS = 512, 48

@@ -169,7 +169,7 @@ def test_r60_registered_names_make_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"stage": 4}, ValueError, r"stage=4 does not exist. Write one of \[0, 1, 2, 3\]"),
+        ({"stage": 4}, ValueError, r"stage=4 does not exist. Write one of \[0, 1, 2, 3, 'auto'\]"),
         ({"stage": "4"}, ValueError, "stage='4' does not exist"),
         ({"stage": True}, ValueError, "stage=True does not exist"),
         ({"stge": 2}, TypeError, "stge"),

@@ -282,7 +282,8 @@ def test_the_command_line_rehearses_and_draws(tmp_path: Path, capsys: pytest.Cap
     [
         (["no.such:Model", *MODEL[1:]], "'no.such:Model' cannot be imported"),
         ([*MODEL, "--device-memory", "80"], "80 is not a size with a unit, such as 80GB"),
-        ([*MODEL[:4], "0"], "Write at least one rank"),
+        ([*MODEL[:4], "0"], "argument --ranks: 0 is not a whole number of at least 1"),
+        ([*MODEL, "--rank", "2"], "rank=2 is none of the 2 ranks. Write one of 0 to 1."),
         ([*MODEL[:2], "4y16", *MODEL[3:]], "'4y16' is no batch"),
         ([*MODEL[:2], "4x16:float32", *MODEL[3:]], WRONG_INDICES),
         ([*MODEL, "--set", "stages=3"], "ZeroStrategy has no argument 'stages'"),
@@ -462,6 +463,11 @@ def test_a_plan_of_a_model_is_for_the_replicas_and_the_memory_that_are_asked_for
     assert cli.main(["plan", *MODEL, "--device-memory", "1.5GiB", "--host-memory", "2GB", "--replicas", "2"]) == 0
     assert given["fixed"] == {"replicate_size": 2}
     assert (given["device_bytes"], given["host_bytes"]) == (3 * 2**29, 2 * 10**9)
+
+
+def test_a_rehearsal_is_of_at_least_one_rank() -> None:
+    with pytest.raises(ValueError, match="ranks=0: write at least one rank"):
+        rehearse(rehearsal_jobs.Model, rehearsal_jobs.batch_of, ranks=0)
 
 
 @pytest.mark.parametrize("ranks_and_bytes", [(0, 10**9), (8, 0)])

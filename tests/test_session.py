@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from lightning_zero.sweeps.session import run_in_session, sigterm_as_exit
+from lightning_zero.sweeps.session import alone_in, run_in_session, sigterm_as_exit
 from opened import opened
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,3 +85,18 @@ def polled(question, seconds: float = 60) -> Iterator:
         yield question()
         time.sleep(0.05)
     raise TimeoutError(f"no answer in {seconds} s")
+
+
+def test_a_folder_is_free_as_soon_as_its_holder_is_killed_and_keeps_no_file_of_it(tmp_path):
+    folder = tmp_path / "job"
+    holds = (
+        "import time; from pathlib import Path; from lightning_zero.sweeps.session import alone_in\n"
+        f"with alone_in(Path({str(folder)!r}), print): print('held', flush=True); time.sleep(600)"
+    )
+    with warm.starts(), subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        waited = []
+        with alone_in(folder, lambda: waited.append(holder.kill())):
+            assert waited == [None], "it was held until its holder was killed"
+    with alone_in(folder, lambda: pytest.fail("it is free again")):
+        assert list(folder.iterdir()) == []

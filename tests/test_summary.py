@@ -3,7 +3,9 @@
 import io
 import sys
 
+import numpy
 import pytest
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -140,6 +142,37 @@ def test_what_nothing_reports_is_not_shown(values, panels, columns, tmp_path, mo
     assert all(column in printed for column in columns)
     assert "sent" not in printed
     assert "at rest" not in printed
+
+
+@pytest.mark.parametrize("others", [{"loss": 0.5}, {"loss": float("nan")}, {}], ids=["a number", "NaN", "nothing"])
+def test_a_job_that_has_diverged_is_told_so_and_not_as_one_that_has_reported_nothing(
+    others, tmp_path, monkeypatch, capsys
+):
+    texts = []
+    monkeypatch.setattr(Axes, "bar_label", lambda panel, bars, told, **_: texts.append(told))
+    write_summary(tmp_path / "0", job(0, "ddp", loss=float("nan")))
+    write_summary(tmp_path / "1", job(1, "zero2", **others))
+    write_summary(tmp_path / "2", job(2, "zero3", loss=float("inf")))
+    summary.report(collect(tmp_path), tmp_path)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert "loss" in rows[0]
+    column = rows[0].index("loss")
+    assert [row[column] for row in rows[1:]] == ["nan", {0.5: "0.5"}.get(others.get("loss"), "nan" if others else "-")]
+    told = {0.5: "0.5"}.get(others.get("loss"), "nan" if others else "not reported")
+    assert texts[0] == ["nan", told, "inf"]
+
+
+def test_a_metric_that_is_a_tensor_is_a_number(tmp_path):
+    """As `trainer.callback_metrics` has them, and as the job returns one to the sweeper."""
+    values = {"return_value": torch.tensor(0.5), "metrics": {"val_loss": numpy.float32(0.25)}, "count": numpy.int64(3)}
+    update_summary(tmp_path, **values, weights=torch.ones(2), path=tmp_path)
+    assert read_summary(tmp_path) == {
+        "return_value": 0.5,
+        "metrics": {"val_loss": 0.25},
+        "count": 3,
+        "weights": "tensor([1., 1.])",
+        "path": str(tmp_path),
+    }
 
 
 def test_jobs_without_a_number_make_a_table_and_no_picture(tmp_path, capsys):

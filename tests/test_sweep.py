@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from omegaconf import OmegaConf
 
 import warm
 from lightning_zero.sweeps import sweep
-from lightning_zero.sweeps.session import End
+from lightning_zero.sweeps.session import End, alone_in
 from lightning_zero.sweeps.summary import SUMMARY, read_summary, update_summary, write_summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,8 +249,28 @@ def test_r23_a_rank_whose_config_differs_from_rank_zeros_is_stopped(monkeypatch)
 # --- a job's process
 
 
+def test_a_job_that_another_sweep_runs_is_waited_for_and_run_again_only_if_it_failed_there(tmp_path, monkeypatch):
+    launcher, started, told = sweep.ProcessLauncher(), [], threading.Event()
+    launcher.config = OmegaConf.create({"hydra": {"sweeper": {"_target_": sweep.BASIC_SWEEPER}}})
+    monkeypatch.setattr(launcher, "_run_anew", started.append)
+    for status in ("finished", "failed"):
+        folder = tmp_path / status
+        job = sweep.Job(0, ["a=1"], folder, OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}}))
+        with ThreadPoolExecutor() as pool:
+            with alone_in(folder, lambda: pytest.fail("nobody else is there yet")):
+                told.clear()
+                monkeypatch.setattr(sweep.log, "info", lambda text, *_: told.set() if "waiting" in text else None)
+                second = pool.submit(launcher._run_job, job)
+                assert told.wait(60), "the second sweep has found the job at work"
+                assert started == []
+                write_summary(folder, {"overrides": ["a=1"], "status": status})
+            second.result(60)
+        assert started == ([] if status == "finished" else [job])
+
+
 def test_a_job_is_failed_when_a_rank_fails_after_rank_zero_was_through(tmp_path):
     job = sweep.Job(0, ["a=1"], tmp_path, OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}}))
+    job.begin()
     write_summary(tmp_path, {"status": "finished"})
     (tmp_path / "rank_1.log").write_text(f"[ERROR] - {sweep.FAILURE}\nTraceback ...\nValueError: late")
     job.complete_summary(End(0, ""), seconds=1.0)

@@ -179,7 +179,7 @@ class ZeroStrategy(EngineStrategy):
             step_in_backward=step_in_backward,
         )
         self._settings = Settings(
-            stage=UNTIL_CHOSEN if is_open else config.stage_from(stage, STAGES),
+            stage=UNTIL_CHOSEN if is_open else config.stage_from(stage, STAGES, "auto"),
             is_open=is_open,
             options=options,
             max_skipped_steps=max_skipped_steps,

@@ -37,17 +37,17 @@ def add_plan(one: argparse.ArgumentParser, compose: Compose) -> None:
         "                           --device-memory SIZE [options]"
     )
     tiers = ("cpu", "nvme")
-    what = one.add_mutually_exclusive_group(required=True)
-    what.add_argument("model", metavar="MODEL", nargs="?", help=f"rehearses it: {MODEL}")
-    what.add_argument("--parameters", type=_numel, help="without a model: how many, such as 7e9 or 7B")
+    # In no exclusive group: argparse takes the value of a misspelt option for MODEL, and would tell of that alone.
+    one.add_argument("model", metavar="MODEL", nargs="?", help=f"rehearses it: {MODEL}")
+    one.add_argument("--parameters", type=_numel, help="without a model: how many, such as 7e9 or 7B")
     _add_run(one)
     one.add_argument("--host-memory", type=_nbytes, help="with MODEL: of the host for each rank, such as 100GB")
     one.add_argument("--stage", type=int, choices=(1, 2, 3), help="all three by default")
     one.add_argument("--offload", choices=tiers, help="where the optimizer state is kept, and at stages 2, 3 gradients")
     one.add_argument("--offload-parameters", choices=tiers, help="where parameters are kept at stage 3")
-    one.add_argument("--replicas", type=int, default=1, help="as replicate_size (default 1)")
-    one.add_argument("--state-tensors", type=int, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
-    one.add_argument("--averages", type=int, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
+    one.add_argument("--replicas", type=_at_least_one, default=1, help="as replicate_size (default 1)")
+    one.add_argument("--state-tensors", type=_count, default=2, help="of the optimizer (default 2, as Adam; SGD has 0)")
+    one.add_argument("--averages", type=_count, default=0, help="of the weights, as ZeroEMA keeps one (default 0)")
 
 
 def add_rehearse(one: argparse.ArgumentParser, compose: Compose) -> None:
@@ -60,7 +60,7 @@ def add_rehearse(one: argparse.ArgumentParser, compose: Compose) -> None:
     one.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO (default 2, or the config's)")
     about = "another argument of ZeroStrategy, such as bucket_size_mb=50 or offload=cpu; may be repeated"
     one.add_argument("--set", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=about)
-    one.add_argument("--accumulate", type=int, help="micro-batches in a step (default 1)")
+    one.add_argument("--accumulate", type=_at_least_one, help="micro-batches in a step (default 1)")
     one.add_argument("--clip", type=positive, default=None, help="gradient norm that gradients are clipped to")
     one.add_argument("--program", action="store_true", help="also print what is done at each use of the step")
     one.add_argument("--plot", metavar="OUT.png", help="draw bytes at each stage, over the step, by ranks")
@@ -73,7 +73,7 @@ def _add_run(one: argparse.ArgumentParser) -> None:
     batch = "one batch: an import path, or shapes, such as 8x1024:int64,8:int64 (float32 without a dtype)"
     one.add_argument("--batch", help=batch)
     one.add_argument("--arg", action="append", type=_setting, default=[], metavar="NAME=VALUE", help="of the model")
-    one.add_argument("--ranks", type=int, required=True, help="processes, one for each GPU")
+    one.add_argument("--ranks", type=_at_least_one, required=True, help="processes, one for each GPU")
     one.add_argument("--device-memory", type=_nbytes, help="of one device, such as 80GB or 80GiB")
     one.add_argument("--precision", choices=precisions, help="as the Trainer has it (default 32-true)")
     about = "of the machine, for the time that is modelled: flops=300e12, memory, link, host in bytes/s, latency in s"
@@ -106,6 +106,8 @@ def run_plan(options: argparse.Namespace) -> bool:
     """Prints a plan, and returns whether nothing fits."""
     of_model = "batch arg device_memory host_memory on_cpu rate calibrate override".split()
     of_number = "offload offload_parameters state_tensors averages".split()
+    if (options.model is None) == (options.parameters is None):
+        options.refuse("write either MODEL or --parameters")
     chosen, others = ("MODEL", of_number) if options.model is not None else ("--parameters", of_model)
     for name in others:
         if getattr(options, name) != options.default_of(name):
@@ -190,7 +192,7 @@ def _refusing(options: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
-        options.refuse(f"{type(error).__name__}: {error}")
+        options.refuse(f"{type(error).__name__}: {str(error).strip()}")
 
 
 def _written(**values: Any) -> dict[str, Any]:
@@ -240,6 +242,17 @@ def positive(text: str) -> float:
         if 0 < (value := float(text)) < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+
+
+def _count(text: str, least: int = 0) -> int:
+    """Reads a whole number, `least` or more."""
+    with suppress(ValueError):
+        if (value := int(text)) >= least:
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+
+
+_at_least_one = partial(_count, least=1)
 
 
 def _numel(text: str) -> float:

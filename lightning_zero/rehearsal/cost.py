@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, final
 
+from lightning_zero.config import is_switch
 from lightning_zero.rehearsal.hollow import tensors_in
 from lightning_zero.run.program import LOCAL, Among, Kind, Op, Program
 from lightning_zero.torch_private import COLLECTIVES, flop_registry, schema_of
@@ -61,8 +62,10 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0 and name not in ("latency", "shares"):
-                raise ValueError(f"Rates({name}={value!r}) is to be more than 0.")
+            if name == "shares":
+                is_switch(name, value)
+            elif not isinstance(value, int | float) or not value >= 0 or not (value or name == "latency"):
+                raise ValueError(f"Rates({name}={value!r}) is to be a number above 0.")
 
 
 class Lane(StrEnum):

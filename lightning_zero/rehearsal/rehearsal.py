@@ -148,8 +148,10 @@ def rehearse(
         NeedsValuesError: if the model's control flow asks for values of tensors.
         ImportError: for a path that does not import.
     """
-    if ranks < 1 or not 0 <= rank < ranks:
-        raise ValueError(f"ranks={ranks} and rank={rank}: there are ranks 0 to {ranks - 1}. Write at least one rank.")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: write at least one rank.")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} is none of the {ranks} ranks. Write one of 0 to {ranks - 1}.")
     known = answers_of(module, batch, **trainer) if on_cpu is True else on_cpu
     played = Rank(
         rank,

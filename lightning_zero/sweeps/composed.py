@@ -7,9 +7,10 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.pl.automatic import beside_defaults
@@ -41,18 +42,28 @@ def composed(path: str, overrides: Sequence[str]) -> Training:
             raise ValueError(f"{path} has no {', '.join(missing)}. A rehearsal takes a config with {', '.join(PARTS)}.")
         strategy = config.strategy if isinstance(config.strategy, str) else instantiate(config.strategy)
         trainer = {name: config.trainer[name] for name in OF_TRAINER if name in (config.get("trainer") or {})}
-    except (HydraException, OmegaConfBaseException) as error:
-        told = str(error).partition("\nConfig search path")[0]  # where Hydra looked is no help
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        told = str(error).partition("\nConfig search path")[0].strip()  # where Hydra looked is no help
         raise ValueError(f"{path} cannot be composed: {told}") from error
     if not isinstance(strategy, ZeroStrategy):
         raise ValueError(f"The strategy of {path} is a {type(strategy).__name__}. Write --override strategy=zero2.")
     written = {"stage": strategy.stage, **beside_defaults(ZeroStrategy, strategy._arguments)}
-    return Training(partial(instantiate, config.model), partial(_first_batch, config.data), written, trainer)
+    return Training(partial(_made, config.model), partial(_first_batch, config.data), written, trainer)
+
+
+def _made(node: Any) -> Any:
+    """Returns what Hydra makes of `node`; raises the error of what cannot be imported or made, and where it stands."""
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        cause = error.__cause__ or error  # Hydra's own words for what does not import ask for a variable of Hydra's
+        place = str(error).rpartition("\nfull_key: ")[2]
+        raise ValueError(f"{place} cannot be made: {cause}") from error
 
 
 @cache
 def _first_batch(node: Any) -> Any:
-    data = instantiate(node)
+    data = _made(node)
     data.prepare_data()
     data.setup("fit")
     return batch_from(data.train_dataloader())

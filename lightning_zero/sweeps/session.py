@@ -1,5 +1,7 @@
-"""`run_in_session`: runs a process in a session of its own, passes signals on to it, and kills all that it started."""
+"""`run_in_session`: runs a process in a session of its own, passes signals on to it, and kills all that it started.
+`alone_in`: in a folder that no other sweep uses meanwhile."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 TAIL_LINES = 60  # enough for two chained tracebacks through Lightning
@@ -78,6 +81,24 @@ def _await_session(leader: int, seconds: float) -> None:
         while time.monotonic() < end:
             os.killpg(leader, 0)
             time.sleep(0.05)
+
+
+@contextmanager
+def alone_in(folder: Path, when_taken: Callable[[], None]) -> Iterator[None]:
+    """Holds `folder`; calls `when_taken` first and waits where another process does. It is free when its holder ends,
+    however that ends: the lock is the system's, on the folder itself, and leaves no file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without such locks: sweeps there know nothing of each other
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                when_taken()
+                fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def sigterm_as_exit() -> AbstractContextManager[None]:

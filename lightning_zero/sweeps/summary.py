@@ -65,8 +65,16 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Replaces the summary atomically, so that a job killed meanwhile leaves the old one or the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{SUMMARY}.partial"
-    partial.write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    partial.write_text(json.dumps(summary, indent=2, default=_plain) + "\n")
     partial.replace(folder / SUMMARY)
+
+
+def _plain(value: Any) -> Any:
+    """Returns the number in a tensor or an array of one element, as logged metrics are, and the text of all else."""
+    with suppress(AttributeError, TypeError, ValueError, RuntimeError):
+        if isinstance(number := value.item(), int | float):
+            return number
+    return str(value)
 
 
 def open_summary(folder: Path, job: int | None, overrides: Sequence[str]) -> None:
@@ -143,15 +151,28 @@ def _flattened(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def parts_of(job: Mapping[str, Any], measure: Measure) -> dict[str, float]:
     """Returns a number for each category, or a single one under ""; nothing for what the job has not reported."""
-    value = _flattened(job).get(measure.key) if "." in measure.key else job.get(measure.key)
+    value = _value_of(job, measure)
     parts = value if isinstance(value, Mapping) else {"": value}
     numbers = {name: part for name, part in parts.items() if isinstance(part, int | float) and math.isfinite(part)}
     return {name: float(part) for name, part in numbers.items() if part or not name}
 
 
+def _value_of(job: Mapping[str, Any], measure: Measure) -> Any:
+    return _flattened(job).get(measure.key) if "." in measure.key else job.get(measure.key)
+
+
+def _without_number(job: Mapping[str, Any], measure: Measure, absent: str) -> str:
+    """Returns what is shown where `parts_of` has nothing: "nan" or "inf" of a job that has diverged, or `absent`."""
+    return str(value) if isinstance(value := _value_of(job, measure), float) else absent
+
+
 def measures_of(jobs: Sequence[Mapping[str, Any]]) -> list[Measure]:
-    """Returns the measures to show: those that these jobs have reported."""
-    found = (next((one for one in row if any(parts_of(job, one) for job in jobs)), None) for row in MEASURES)
+    """Returns the measures to show: those that these jobs have reported, be it as NaN."""
+
+    def is_reported(measure: Measure) -> bool:
+        return any(parts_of(job, measure) or _without_number(job, measure, "") for job in jobs)
+
+    found = (next(filter(is_reported, row), None) for row in MEASURES)
     return [measure for measure in found if measure is not None]
 
 
@@ -177,9 +198,10 @@ def print_table(jobs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> Non
     units = [(measure, *scale_of(measure, jobs)) for measure in measures_of(jobs)]
     rows = [["#", "job", "status", *(measure.column for measure, _, _ in units)]]
     for job, label in zip(jobs, labels, strict=True):
-        totals = [(parts_of(job, measure), size, unit) for measure, size, unit in units]
+        totals = [(parts_of(job, measure), measure, size, unit) for measure, size, unit in units]
         numbers = [
-            f"{sum(parts.values()) / size:.4g} {unit}".rstrip() if parts else "-" for parts, size, unit in totals
+            f"{sum(parts.values()) / size:.4g} {unit}".rstrip() if parts else _without_number(job, measure, "-")
+            for parts, measure, size, unit in totals
         ]
         rows.append([str(job["job"]), label, job["status"], *numbers])
     width = shutil.get_terminal_size(fallback=(120, 24)).columns  # the fallback is for files and pipes
@@ -254,7 +276,10 @@ def _draw_bars(
         look = {"color": f"C{kinds.index(kind)}" if kinds else None, "hatch": HATCHES.get(tier), "edgecolor": "white"}
         bars = panel.barh(range(len(jobs)), widths, left=lefts, label=category, **look)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    told = [f"{total:.4g}" if parts else "not reported" for parts, total in zip(scaled, lefts, strict=True)]
+    told = [
+        f"{total:.4g}" if parts else _without_number(job, measure, "not reported")
+        for job, parts, total in zip(jobs, scaled, lefts, strict=True)
+    ]
     beside = "ddp" if any(job.get("strategy_class") == BASELINES[0] for job in jobs) else "auto"
     for at, baseline in enumerate(baselines):
         if baseline is not None and baseline != at and scaled[at] and lefts[baseline]:

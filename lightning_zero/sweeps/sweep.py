@@ -44,7 +44,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.pl.monitor import watch_trainers
-from lightning_zero.sweeps.session import TAIL_LINES, End, run_in_session, sigterm_as_exit
+from lightning_zero.sweeps.session import TAIL_LINES, End, alone_in, run_in_session, sigterm_as_exit
 from lightning_zero.sweeps.summary import FAILED, FINISHED, collect, open_summary, read_summary, report, update_summary
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,8 @@ class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep one after the other, each in a process, an environment and a session of its own.
 
     Finished jobs are skipped when the sweep is started again in the same folder (`hydra.sweep.dir`); failed or
-    interrupted ones start again in their folders, where they may find a checkpoint to continue from.
+    interrupted ones start again in their folders, where they may find a checkpoint to continue from. A job that another
+    sweep is running in the same folder is waited for: two at once would write over each other's files.
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -220,18 +221,22 @@ class ProcessLauncher(Launcher):
 
     def _run_job(self, job: "Job") -> JobReturn:
         label = f"#{job.number} : {' '.join(filter_overrides(job.overrides))}"
-        if job.finished():
-            log.info("\t%s (skipped: finished earlier)", label)
-            return self._returned(job)
-        log.info("\t%s", label)
-        open_summary(job.folder, job.number, job.task_overrides)
+        with alone_in(job.folder, lambda: log.info("\t%s (another sweep runs it: waiting)", label)):
+            if job.finished():
+                log.info("\t%s (skipped: finished earlier)", label)
+            else:
+                log.info("\t%s", label)
+                self._run_anew(job)
+        return self._returned(job)
+
+    def _run_anew(self, job: "Job") -> None:
+        job.begin()
         started = time.monotonic()
         end = run_in_session(self._command(job), job_environment(os.environ))
         job.complete_summary(end, seconds=time.monotonic() - started)
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         if not job.finished():
             log.error("\t#%d failed, and the sweep goes on. %s", job.number, read_summary(job.folder)["error"])
-        return self._returned(job)
 
     def _command(self, job: "Job") -> list[str]:
         overrides = [*_as_written(self.config.hydra.overrides.hydra), *job.overrides]
@@ -261,7 +266,11 @@ class Job:
         self.task_overrides = _as_written(config.hydra.overrides.task)
         self.folder = folder
         self.config = config
-        self.log_bytes_before = {path.name: path.stat().st_size for path in folder.glob("*.log")}
+
+    def begin(self) -> None:
+        """Writes the first summary of an attempt, and notes what earlier ones have logged."""
+        self.log_bytes_before = {path.name: path.stat().st_size for path in self.folder.glob("*.log")}
+        open_summary(self.folder, self.number, self.task_overrides)
 
     def finished(self) -> bool:
         summary = read_summary(self.folder)
