@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import rank_server
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 
 # These come first, in this order: a lane takes the next file when it has come to the end of one. Files whose tests wait
@@ -24,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":  # who hands tests out would import for five seconds, and its lanes wait
         gc.disable()  # until all is imported and collected, of which nothing would be freed: see lane.py
         config.pluginmanager.import_plugin("lane")
+    else:
+        rank_server.share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,11 +14,14 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("compare", "engine_checkpoints", "unit_jobs")
 
 import frugal  # noqa: E402, F401
+import rank_server  # noqa: E402
 import watched  # noqa: E402, F401
 from lightning_zero.wire.comm import Comm  # noqa: E402
 from older import leave_guard_of_no_gpu  # noqa: E402
 from ranks import RankPool, seed  # noqa: E402
 from thread_world import ThreadComm, ThreadWorld  # noqa: E402
+
+rank_server.join()
 
 # The same examples in every run, and no limit of time: each would have 0.2 s, which a busy machine takes for anything.
 settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,18 +14,17 @@ import multiprocessing as mp
 import os
 import random
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection, forkserver
-from pathlib import Path
+from multiprocessing import connection
 from typing import Any
-from unittest.mock import patch
 
 import numpy
 import torch
+
+import rank_server
 
 HANGS = 300.0  # s, after which ranks are given up; a busy machine takes its time
 PATIENCE = 120.0  # s, that a rank waits for one that comes; a test has a shorter limit only where one does not come
@@ -33,10 +32,6 @@ SHORT = 8  # s, that a rank waits for one that does not come; others may be late
 AT_ONCE = 60.0  # s, that something takes at most on a busy machine, in which nobody has waited in vain
 
 CONTEXT = mp.get_context("forkserver")
-# With transformers peft takes two seconds for each rank, what watches engines an eighth of one, and pytest, which some
-# of the jobs import, more than a small save does.
-JOBS = sorted(path.stem for path in Path(__file__).parent.glob("*_jobs.py"))
-CONTEXT.set_forkserver_preload(["lightning_zero", "peft", "frugal", "watched", *JOBS])
 
 
 # Below those that systems hand out by themselves (from 32768 on Linux, 49152 elsewhere): between the moment when a port
@@ -60,12 +55,6 @@ def seed() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-
-
-def _start_server() -> None:
-    """Starts what ranks are forked from, if nobody has. It looks for modules where this process does."""
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # 3.11 gives it a path that it does not use
-        forkserver.ensure_running()
 
 
 class RankFailed(AssertionError):
@@ -134,7 +123,7 @@ class RankPool:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        _start_server()
+        rank_server.start()
         port = free_port()
         self._inboxes = [CONTEXT.SimpleQueue() for _ in range(world)]
         self._outbox = CONTEXT.Queue()

@@ -4,7 +4,6 @@ Every job takes `tensor`, the number of neighbours that share modules; the other
 """
 
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -124,15 +123,22 @@ def loss_of(model: nn.Module, rank: int, step: int, micro: int = 0) -> Tensor:
 
 
 def make_engine(
-    make: Maker, tensor: int, stage: int, *, sequence: bool = False, seed: int = 0, **options: Any
+    make: Maker,
+    tensor: int,
+    stage: int,
+    *,
+    sequence: bool = False,
+    seed: int = 0,
+    folder: Path | None = None,
+    **options: Any,
 ) -> tuple[Any, Any, Engine]:
     mesh, comm = mesh_of(tensor), start()
     model = towers(seed + comm.rank // tensor)  # another initialisation along data parallel must not matter
     parallelize(model, mesh["tensor_parallel"], sequence=sequence)
     optimizer, _ = make(model)
     if "offload" in options:
-        folder = tempfile.mkdtemp() if "nvme" in options["offload"].values() else None
-        options["offload"] = Offload(**options["offload"], path=folder)
+        path = folder if "nvme" in options["offload"].values() else None
+        options["offload"] = Offload(**options["offload"], path=path)
     if options.pop("compiles", False):
         for block in model.blocks:
             block.compile(backend="eager")
@@ -244,14 +250,16 @@ if hasattr(torch, "foreach"):  # since torch 2.15
 WHENS = ["before forward", "before step", "after a look"]  # stepped values are still to come, or there
 
 
-def edited(stage: int, tier: str) -> dict[str, list[float]]:
+def edited(stage: int, tier: str, folder: Path) -> dict[str, list[float]]:
     """The losses of steps in each of which a weight is edited in the next of these ways, or in place."""
-    found = {}
+    found, offload = {}, Offload("nvme", path=folder) if tier == "disk" else None
     for when in WHENS:
-        found[f"edited {when}"] = _losses_around([*EDITS.values()], when, stage, tier)
-        found[f"edited in place {when}"] = _losses_around([lambda p, by: p.mul_(by)] * len(EDITS), when, stage, tier)
-        found[f"assigned {when}"] = _losses_around([lambda p, by: setattr(p, "data", p.data * by)], when, stage, tier)
-    found["untouched"] = _losses_around([lambda p, by: None], WHENS[0], stage, tier)
+        found[f"edited {when}"] = _losses_around([*EDITS.values()], when, stage, offload)
+        found[f"edited in place {when}"] = _losses_around([lambda p, by: p.mul_(by)] * len(EDITS), when, stage, offload)
+        found[f"assigned {when}"] = _losses_around(
+            [lambda p, by: setattr(p, "data", p.data * by)], when, stage, offload
+        )
+    found["untouched"] = _losses_around([lambda p, by: None], WHENS[0], stage, offload)
     return found
 
 
@@ -269,12 +277,12 @@ def read_of_plain() -> dict[str, tuple[bool, bool]]:
     return found
 
 
-def edited_compiled(stage: int, backend: str | None) -> list[float]:
-    return _losses_around([EDITS["data"]], WHENS[1], stage, "disk", backend)
+def edited_compiled(stage: int, backend: str | None, folder: Path) -> list[float]:
+    return _losses_around([EDITS["data"]], WHENS[1], stage, Offload("nvme", path=folder), backend)
 
 
 def _losses_around(
-    edits: list[Callable[[Any, float], Any]], when: str, stage: int, tier: str, backend: str | None = None
+    edits: list[Callable[[Any, float], Any]], when: str, stage: int, offload: Offload | None, backend: str | None = None
 ) -> list[float]:
     model, comm = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))), start()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -283,7 +291,6 @@ def _losses_around(
         for linear in (model[0], model[2]):
             linear.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
-    offload = Offload("nvme", path=tempfile.mkdtemp()) if tier == "disk" else None
     options = Options(tensor_parallel_size=2, unit_classes=("Linear",), offload=offload)
     engine, losses = Engine(model, [optimizer], stage=stage, comm=comm, options=options), []
 

@@ -4,6 +4,7 @@ data-parallel ranks."""
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,8 +87,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_options_change_nothing(stage: int, options: dict[str, Any], pool_of: Pools) -> None:
-    run, *_ = pool_of(4).run(tensor_jobs.train, adam, TENSOR, stage, sequence=True, **{**tensor_jobs.UNITS, **options})
+def test_options_change_nothing(stage: int, options: dict[str, Any], pool_of: Pools, tmp_path: Path) -> None:
+    options = {**tensor_jobs.UNITS, "folder": tmp_path, **options}
+    run, *_ = pool_of(4).run(tensor_jobs.train, adam, TENSOR, stage, sequence=True, **options)
     assert_alike(run, expected(adam, 2, accumulate=options.get("accumulate", 1)))
 
 
@@ -169,10 +171,10 @@ def test_users_read_and_edit_parameters_and_gradients_as_dtensors(world: int, st
     [*((2, stage, "disk") for stage in STAGES), (4, 2, "disk"), (4, 3, "memory"), (4, 3, "disk")],
 )
 def test_every_way_to_edit_a_dtensor_counts_and_what_torch_ignores_does_not(
-    world: int, stage: int, tier: str, pool_of: Pools
+    world: int, stage: int, tier: str, pool_of: Pools, tmp_path: Path
 ) -> None:
     """Its version, which tells edits of other parameters, is not that of the local tensor."""
-    for found in pool_of(world).run(tensor_jobs.edited, stage, tier):
+    for found in pool_of(world).run(tensor_jobs.edited, stage, tier, tmp_path):
         for when in tensor_jobs.WHENS:
             assert found[f"edited {when}"] == found[f"edited in place {when}"]
             assert found[f"assigned {when}"] == found["untouched"]
@@ -185,10 +187,12 @@ def test_what_a_dtensor_is_read_by_never_returns_the_tensor_that_it_holds(two_ra
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_layers_take_dtensors_of_the_class_that_notices_edits(backend: str, two_ranks: RankPool) -> None:
+def test_compiled_layers_take_dtensors_of_the_class_that_notices_edits(
+    backend: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
     """Graphs check the class of what they are given."""
-    eager = two_ranks.once(tensor_jobs.edited_compiled, 2, None)
-    for mine, theirs in zip(two_ranks.run(tensor_jobs.edited_compiled, 2, backend), eager, strict=True):
+    eager = two_ranks.run(tensor_jobs.edited_compiled, 2, None, tmp_path)
+    for mine, theirs in zip(two_ranks.run(tensor_jobs.edited_compiled, 2, backend, tmp_path), eager, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
