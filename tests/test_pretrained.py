@@ -1,5 +1,6 @@
 """Weights of safetensors files: of every rank its part, in every layout of files, or one error that names all."""
 
+import io
 import json
 import threading
 from collections.abc import Callable
@@ -273,6 +274,21 @@ def test_r36_every_rank_reads_its_part_of_the_file(tmp_path: Path, monkeypatch: 
     on_ranks(4, load)
     assert sum(read.values()) == nbytes
     assert max(read.values()) < 1.1 * nbytes / 4
+
+
+def test_what_is_cast_is_in_memory_a_megabyte_at_a_time() -> None:
+    read: list[int] = []
+
+    class File(io.BytesIO):
+        def readinto(self, into: Any) -> int:
+            read.append(len(into))
+            return super().readinto(into)
+
+    values = torch.arange(3 * 2**18 + 5.0)
+    file = File(values.numpy().tobytes())
+    tensor = PretrainedTensor("weight", tuple(values.shape), values.dtype, ("model.safetensors", 0), file)
+    assert tensor.for_loading(torch.empty_like(values, dtype=torch.bfloat16)).equal(values.bfloat16())
+    assert read == [2**20] * 3 + [20]
 
 
 @pytest.mark.parametrize("world", [2, 4])
