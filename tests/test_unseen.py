@@ -139,7 +139,7 @@ def by_a_function_around() -> tuple[type[SGD], Callable[[], Any]]:
         def step(self, closure: Any = None) -> Any:
             note()
             with suppress(NameError):
-                print(later)
+                print(later)  # noqa: F821
             return super().step(closure)
 
     del later  # a name may have no value, or none yet
