@@ -746,7 +746,7 @@ def shared_with_a_model_that_trains() -> bool:
     """Whether a parameter of an engine stays one in a model that is built after it."""
     model = Layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(model, [optimizer], stage=1, comm=comm())  # at which it has its values
+    engine = Engine(model, [optimizer], stage=0, comm=comm())  # at which it is an ordinary one
     kind = type(model.first.weight)
     with few_bytes(), constructing(stage=3, comm=comm()):
         again = Layers()
