@@ -742,20 +742,6 @@ def cut_beside_one_without_values() -> int:
         return sum(each is not None and each.row is not None for each in early)
 
 
-def shared_with_a_model_that_trains() -> bool:
-    """Whether a parameter of an engine stays one in a model that is built after it."""
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(model, [optimizer], stage=0, comm=comm())  # at which it is an ordinary one
-    kind = type(model.first.weight)
-    with few_bytes(), constructing(stage=3, comm=comm()):
-        again = Layers()
-        again.first.weight = model.first.weight
-    stays = type(model.first.weight) is kind and early_of(model.first.weight) is None
-    engine.close()
-    return stays
-
-
 def hold_on_one_rank(what: str) -> str:
     """Rank 0 holds, and uses, a module that the other has dropped, or a view of values that both have."""
 

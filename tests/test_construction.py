@@ -74,10 +74,6 @@ def test_what_has_no_values_counts_for_nothing_among_what_is_whole(two_ranks: Ra
     assert min(two_ranks.run(jobs.cut_beside_one_without_values)) >= 4  # of six
 
 
-def test_a_parameter_of_another_engine_stays_one(two_ranks: RankPool) -> None:
-    assert two_ranks.run(jobs.shared_with_a_model_that_trains) == [True, True]
-
-
 def test_all_but_what_somebody_looks_at_rests_as_rows_at_the_end(two_ranks: RankPool) -> None:
     for name in ("assorted", "copies", "bert", "t5"):
         found = two_ranks.run(jobs.booked_bytes, name)
