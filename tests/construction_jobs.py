@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import os
+import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ import real_jobs
 from jobs import Classifier, loader, state_of, trainer
 from lightning_zero.run import construction
 from lightning_zero.run.construction import constructing
-from lightning_zero.run.engine import Engine
+from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.early import early_of
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.desk import ROOM
@@ -258,6 +259,13 @@ def _recurrent(model: Layers) -> None:
 MADE_BEFORE = nn.ModuleList([nn.Linear(11, 11) for _ in range(3)])
 
 
+def _tiny(model: Layers) -> None:
+    """Fewer elements than there are ranks."""
+    model.tiny = nn.ParameterList([torch.ones(()), torch.ones(1), torch.ones(2)])
+    for parameter in model.tiny:
+        nn.init.normal_(parameter)
+
+
 def _made_before(model: Layers) -> None:
     model.layers = copy.deepcopy(MADE_BEFORE)
     for layer in model.layers:
@@ -303,7 +311,7 @@ def _same(mine: Any, theirs: Any) -> bool:
     return bool(mine == theirs)
 
 
-def beside_one_device(make: Make, seed: Callable[[int], int] = lambda rank: 7) -> dict[str, Any]:
+def beside_one_device(make: Make, seed: Callable[[int], int] = lambda rank: 7, **options: Any) -> dict[str, Any]:
     """What differs from rank 0's model of one device, and how much was cut while the model was built."""
     ranks = comm()
     torch.manual_seed(seed(0))
@@ -313,7 +321,8 @@ def beside_one_device(make: Make, seed: Callable[[int], int] = lambda rank: 7) -
     state = torch.get_rng_state()
     torch.manual_seed(seed(ranks.rank))
     # Lightning, too, says on which device configure_model makes things
-    with few_bytes(), torch.device("cpu"), constructing(stage=3, comm=ranks) as made:
+    given = Options(**options)
+    with few_bytes(), torch.device("cpu"), constructing(stage=3, comm=ranks, options=given) as made:
         assert made is not None
         model = make()
         early = [early for early in map(early_of, model.parameters()) if early is not None]
@@ -321,7 +330,7 @@ def beside_one_device(make: Make, seed: Callable[[int], int] = lambda rank: 7) -
     draws_alike = bool(torch.get_rng_state().equal(state))
     plain = [name for name, parameter in model.named_parameters() if early_of(parameter) is None]
     with few_bytes():
-        engine = Engine(model, [], stage=3, comm=ranks)
+        engine = Engine(model, [], stage=3, comm=ranks, options=given)
     engine.close()
     facts = facts_of(model)
     if seed(1) != seed(0):  # of buffers, as of parameters, rank 0's count
@@ -348,8 +357,8 @@ def built_at_random(spec: Spec) -> dict[str, Any]:
     return beside_one_device(lambda: Model(spec))
 
 
-def built_with_other_seeds(name: str) -> dict[str, Any]:
-    return beside_one_device(ZOO[name], seed=lambda rank: 100 + rank)
+def built_with_other_seeds(name: str, **options: Any) -> dict[str, Any]:
+    return beside_one_device(ZOO[name], seed=lambda rank: 100 + rank, **options)
 
 
 # -- memory
@@ -479,7 +488,8 @@ def _timed(build: Callable[[int], Any], **waits: float) -> tuple[str, float]:
         with few_bytes(), constructing(stage=3, comm=comm(**waits)):
             build(comm(**waits).rank)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+        told = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        return told, time.monotonic() - start
     return "", time.monotonic() - start
 
 
@@ -666,7 +676,26 @@ def _replaced_unseen() -> nn.Module:
     return model
 
 
-UNREGISTERED = {"copied": _copied, "emptied": _emptied, "replaced": _replaced_unseen}
+class Shared(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (*self.layers, self.last):
+            layer.weight = self.first.weight
+
+
+def _emptied_of_one_weight() -> nn.Module:
+    """Of which every module makes its own."""
+    with torch.device("meta"):
+        model = Shared()
+    return model.to_empty(device="cpu")
+
+
+UNREGISTERED = {
+    "copied": _copied,
+    "emptied": _emptied,
+    "emptied of one weight": _emptied_of_one_weight,
+    "replaced": _replaced_unseen,
+}
 
 
 def unregistered(how: str) -> tuple[list[str], list[str]]:
@@ -681,6 +710,36 @@ def unregistered(how: str) -> tuple[list[str], list[str]]:
         model = UNREGISTERED[how]()
         then = whole()
     return then, whole()
+
+
+class Labelled(nn.Parameter):
+    """Travels as the name of its class."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return str, ("a label" if type(self) is Labelled else f"{type(self)}",)
+
+
+def used_in_odd_ways() -> dict[str, Any]:
+    """What users see of parameters that are being built, in places that a parameter seldom stands in."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        model = Layers()
+        model.first.weight.data = torch.ones(7, 11).t()
+        model.label = Labelled(torch.ones(3))
+        return {
+            "strides": (model.first.weight.stride(), model.first.weight.is_contiguous()),
+            "pickled": pickle.loads(pickle.dumps(model.label)),
+        }
+
+
+def cut_beside_one_without_values() -> int:
+    """Parameters that are cut while a module of the model is as large as the model, and on the meta device."""
+    with few_bytes(), constructing(stage=3, comm=comm()):
+        holder = nn.Module()
+        holder.large = nn.Parameter(torch.empty(1000, 1000, device="meta"))
+        holder.small = nn.Parameter(torch.ones(4))
+        layers = [nn.Linear(11, 11) for _ in range(6)]
+        early = [early_of(layer.weight) for layer in layers]
+        return sum(each is not None and each.row is not None for each in early)
 
 
 def hold_on_one_rank(what: str) -> str:
@@ -842,7 +901,8 @@ def fails_in_configure_model() -> tuple[str, float]:
         with few_bytes():
             trainer({"stage": 3, "wait_timeout": PATIENCE}, 2).fit(Fails(), loader())
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+        told = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        return told, time.monotonic() - start
     return "", 0.0
 
 

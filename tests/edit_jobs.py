@@ -574,6 +574,30 @@ def fit(strategy: Any, name: str, precision: str, path: Path) -> dict[str, Any]:
     return {**outcome, "weights": state_of(model), "saved": saved}
 
 
+class SavesEdited(L.Callback):
+    """Saves in the midst of training, right after edits: of a weight, through a view that is held, and of data."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, run: L.Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            with torch.no_grad():
+                model.net[0].weight.mul_(2)
+            self.held = model.net[3][0].weight.data[1:]
+            self.held.add_(1)
+            model.net[4].weight.data = torch.full((CLASSES, WIDTH), 3.0)
+            run.save_checkpoint(self.path)
+
+
+def saved_as_edited(strategy: Any, precision: str, path: Path) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    run = trainer(strategy, 2, precision=precision, callbacks=[SavesEdited(path)], max_steps=2)
+    run.fit(Trained(), loader(samples=16))
+    run.strategy.barrier()
+    return read_checkpoint(path)["state_dict"]
+
+
 def tensors_of(nested: Any, name: str = "") -> list[tuple[str, Tensor]]:
     """Dotted path -> tensor, for every tensor in a nest of dictionaries and lists."""
     if isinstance(nested, Tensor):

@@ -108,6 +108,42 @@ def resume(strategy: Any, world: int, path: Path) -> dict[str, Any]:
     return {"losses": model.losses, "seen": model.seen, "weights": state_of(model), "updates": updates, **began}
 
 
+class Thaws(Model):
+    """Its first layer is frozen; a run that goes on changes it, and has it train from the second step on."""
+
+    def __init__(self, averaged_by: ZeroEMA | None = None) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.averaged_by = averaged_by
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.averaged_by is not None and batch_idx == 1:
+            with torch.no_grad():
+                self.net[0].weight.fill_(0.5)
+            self.net[0].requires_grad_(True)
+            self.optimizers().add_param_group({"params": list(self.net[0].parameters())})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.averaged_by is not None and batch_idx == 1:
+            self.averaged = self.averaged_by.averaged_state_dict()
+
+
+def thaw_in_a_run_that_goes_on(strategy: Any, path: Path) -> Tensor:
+    """The average, before its first update, of a layer that begins to train in the second step."""
+    L.seed_everything(1, verbose=False)
+    run = trainer(strategy, 2, max_epochs=1, callbacks=[average_for(strategy)])
+    run.fit(Thaws(), loader(samples=16))
+    run.save_checkpoint(path)
+    average = average_for(strategy, update_starting_at_step=100)
+    model = Thaws(average)
+    run = trainer(strategy, 2, max_epochs=2, callbacks=[average])
+    run.fit(model, loader(samples=16), ckpt_path=path, weights_only=False)
+    return model.averaged["net.0.weight"]
+
+
 def evaluate(strategy: Any, path: Path) -> dict[str, Any]:
     """What a test has of a checkpoint, after a fit of its own. Also whether checkpoints say that they have an average:
     one after the fit and a validation, and one after that test."""

@@ -113,6 +113,21 @@ def errors_of_resuming(strategy: Any, paths: list[Any], model: str = "Classifier
     return found
 
 
+class GoesBack(L.Callback):
+    """Loads a checkpoint in the midst of training, as Lightning's finders of a learning rate and a batch size do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, run: L.Trainer, *_: Any) -> None:
+        run.strategy.load_model_state_dict(run.strategy.load_checkpoint(self.path))
+
+
+def error_of_going_back(strategy: Any, path: Path) -> list[Any]:
+    started = time.monotonic()
+    return [(error_of(fitted, strategy, callbacks=[GoesBack(path)]), time.monotonic() - started)]
+
+
 class Other(Classifier):
     """Has another width, another name and one layer more."""
 
@@ -398,6 +413,15 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_whichever_reads_the_damage
     for error, path, (name, (_, expected)) in zip(told, paths, DAMAGES.items(), strict=True):
         assert re.search(re.escape(expected) if "(" in expected and "\\" not in expected else expected, error), name
         assert str(path) in error, name
+
+
+def test_damage_that_nobody_reads_is_found_where_training_goes_back_too(
+    saved: Path, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(saved / "a.ckpt", tmp_path / "damaged.ckpt"))
+    DAMAGES["header flipped"][0](path)
+    (told,) = the_same(two_ranks.run(error_of_going_back, SHARDED, path))
+    assert re.search(DAMAGES["header flipped"][1], told)
 
 
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_by_a_model_that_is_built_in_shards(

@@ -2,6 +2,7 @@
 
 import datetime
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -286,6 +287,23 @@ def issue_in_different_order() -> list[list[float]]:
 
 def test_operations_issued_in_different_order_do_not_swap_data(two_ranks: RankPool) -> None:
     assert two_ranks.run(issue_in_different_order) == [[[1.0, 2.0], [10.0, 11.0]]] * 2
+
+
+def tell_of_two_models(make: Callable[[], Comm]) -> list[list[int]]:
+    """What ranks tell each other by the same name, each of another model first."""
+    comm = make()
+    models = [comm, comm.for_model(2)]
+    told = {at: models[at].host.tell(10 * at + comm.rank, "a number") for at in (comm.rank, 1 - comm.rank)}
+    for work in told.values():
+        work.wait()
+    return [told[at].numbers for at in range(2)]
+
+
+@pytest.mark.parametrize("make", [on_gloo, on_native])
+def test_what_ranks_tell_of_one_model_is_not_taken_for_what_they_tell_of_another(
+    make: Callable[[], Comm], two_ranks: RankPool
+) -> None:
+    assert two_ranks.run(tell_of_two_models, make) == [[[0, 1], [10, 11]]] * 2
 
 
 def disagree() -> str | None:

@@ -61,6 +61,19 @@ def test_of_ranks_with_other_seeds_rank_0s_values_count(name: str, two_ranks: Ra
     assert_as_on_one_device(two_ranks.run(jobs.built_with_other_seeds, name))
 
 
+def test_of_replicas_with_other_seeds_rank_0s_values_count(pool_of: Callable[[int], RankPool]) -> None:
+    assert_as_on_one_device(pool_of(4).run(jobs.built_with_other_seeds, "applied", replicate_size=2))
+
+
+def test_parameters_may_be_used_in_odd_ways(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(jobs.used_in_odd_ways):
+        assert found == {"strides": ((1, 11), False), "pickled": "a label"}
+
+
+def test_what_has_no_values_counts_for_nothing_among_what_is_whole(two_ranks: RankPool) -> None:
+    assert min(two_ranks.run(jobs.cut_beside_one_without_values)) >= 4  # of six
+
+
 def test_all_but_what_somebody_looks_at_rests_as_rows_at_the_end(two_ranks: RankPool) -> None:
     for name in ("assorted", "copies", "bert", "t5"):
         found = two_ranks.run(jobs.booked_bytes, name)
@@ -153,6 +166,7 @@ def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
     results, _ = run_alone(2, jobs.is_late_on_one)
     told, seconds = results[0]
     assert "RankTimeoutError" in told
+    assert "The model is being built in shards; this rank has built a model" in told or "this rank makes" in told
     assert seconds < AT_ONCE
 
 

@@ -66,6 +66,17 @@ def test_edits_persist_as_under_ddp(name: str, precision: str, stage: int, outco
             assert differing(mine[part], theirs[part]) == []
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", [{"stage": 1}, {"stage": 3}, {"stage": 3, "checkpoint": "full"}], ids=str)
+def test_what_is_saved_right_after_edits_has_them(
+    strategy: Any, precision: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    expected = two_ranks.once(edit_jobs.saved_as_edited, DDP, precision, tmp_path.parent / f"ddp-{precision}.ckpt")
+    found = two_ranks.run(edit_jobs.saved_as_edited, strategy, precision, tmp_path / "saved.ckpt")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert differing(mine, theirs) == []
+
+
 @pytest.mark.parametrize(("precision", "error"), [("32-true", edit_jobs.IN_THE_WAY), ("bf16-mixed", None)])
 def test_edits_in_the_way_of_backward_end_in_torchs_error_unless_autocast_made_a_copy(
     precision: str, error: str | None, outcome: Outcome

@@ -159,6 +159,14 @@ def test_a_checkpoint_without_an_average_begins_one(two_ranks: RankPool, tmp_pat
         assert differing(began["averaged"], saved) == []
 
 
+def test_what_a_run_that_goes_on_has_changed_and_thawed_is_averaged_as_it_is(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """And not as the checkpoint has it, whose averages count until training begins."""
+    for averaged in two_ranks.run(jobs.thaw_in_a_run_that_goes_on, {"stage": 2}, tmp_path / "saved.ckpt"):
+        assert averaged.eq(0.5).all()
+
+
 def test_another_fit_begins_another_average(two_ranks: RankPool) -> None:
     expected = two_ranks.once(jobs.twice, DDP)
     for mine, theirs in zip(two_ranks.run(jobs.twice, {"stage": 3}), expected, strict=True):

@@ -1,5 +1,6 @@
 """Weights of safetensors files: of every rank its part, in every layout of files, or one error that names all."""
 
+import io
 import json
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from lightning_zero.run import pretrained
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.pretrained import PretrainedTensor, load_pretrained
+from lightning_zero.shards.early import class_of
+from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import Assorted, assorted, seeded
@@ -273,6 +276,45 @@ def test_r36_every_rank_reads_its_part_of_the_file(tmp_path: Path, monkeypatch: 
     on_ranks(4, load)
     assert sum(read.values()) == nbytes
     assert max(read.values()) < 1.1 * nbytes / 4
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+def test_a_parameter_that_is_built_of_a_file_keeps_its_class_and_attributes(tmp_path: Path) -> None:
+    """And what is copied with another shape is spread as ever."""
+    save_file({"weight": torch.ones(8, 8)}, tmp_path / "model.safetensors")
+    row = torch.arange(8.0)
+    stored = PretrainedTensor("row", (8,), row.dtype, ("row", 0), io.BytesIO(row.numpy().tobytes()))
+
+    def build(comm: Comm) -> tuple[Any, ...]:
+        with constructing(stage=3, comm=comm) as construction, torch.no_grad():
+            model = nn.Module()
+            model.weight = Marked(torch.empty(8, 8, device="meta"), requires_grad=False)
+            model.weight.decays = False
+            load_pretrained(model, tmp_path, comm=comm, construction=construction)
+            weight = model.weight
+            found = class_of(weight), weight.decays, weight.requires_grad, bool(weight.eq(1).all())
+            weight.copy_(LazyTensor(stored))
+            return (*found, bool(weight.eq(row).all()))
+
+    assert on_ranks(2, build) == [(Marked, False, False, True, True)] * 2
+
+
+def test_what_is_cast_is_in_memory_a_megabyte_at_a_time() -> None:
+    read: list[int] = []
+
+    class File(io.BytesIO):
+        def readinto(self, into: Any) -> int:
+            read.append(len(into))
+            return super().readinto(into)
+
+    values = torch.arange(3 * 2**18 + 5.0)
+    file = File(values.numpy().tobytes())
+    tensor = PretrainedTensor("weight", tuple(values.shape), values.dtype, ("model.safetensors", 0), file)
+    assert tensor.for_loading(torch.empty_like(values, dtype=torch.bfloat16)).equal(values.bfloat16())
+    assert read == [2**20] * 3 + [20]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,18 +1,21 @@
 """Processes that end with their session."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import warm
-from lightning_zero.sweeps.session import alone_in, run_in_session, sigterm_as_exit
+from lightning_zero.sweeps.session import TAIL_LINES, alone_in, run_in_session, sigterm_as_exit
 from opened import opened
+from ranks import AT_ONCE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,9 +41,24 @@ def test_a_rank_that_is_a_little_later_than_rank_zero_is_not_killed(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
-    pid_file = tmp_path / "pid"
-    job = f"import os, time, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(600)"
+def test_what_a_failed_job_has_left_is_not_waited_for():
+    fails = "import subprocess, sys; subprocess.Popen(['sleep', '600']); sys.exit(3)"
+    before = time.monotonic()
+    assert run_in_session([sys.executable, "-S", "-c", fails], os.environ, grace_s=2 * AT_ONCE).code == 3
+    assert time.monotonic() - before < AT_ONCE
+
+
+def test_an_interrupted_sweep_interrupts_its_job_and_lets_it_end_by_itself(tmp_path):
+    pid_file, saved = tmp_path / "pid", tmp_path / "saved"
+    job = f"""
+import os, time, pathlib
+try:
+    pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    pathlib.Path({str(saved)!r}).touch()
+"""
     sweeping = tmp_path / "sweeping.py"
     sweeping.write_text(
         "import os, sys; from lightning_zero.sweeps import session\n"
@@ -52,21 +70,50 @@ def test_an_interrupted_sweep_ends_its_job_too(tmp_path):
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(30) == 128 + signal.SIGTERM
     assert not Path(f"/proc/{pid}").exists()
+    assert saved.exists()
 
 
-def test_a_signal_that_comes_as_a_job_starts_ends_it_once_it_has_started(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_signal_that_comes_as_a_job_starts_ends_it_once_it_has_started(ignores, number, monkeypatch):
+    """Also a job that takes no notice of an interrupt."""
     started = []
     popen = subprocess.Popen
 
     def interrupted(*args, **kwargs):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        before = signal.getsignal(signal.SIGINT)
+        if ignores:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a process hands on to those it starts
         started.append(popen(*args, **kwargs))
+        signal.signal(signal.SIGINT, before)
         return started[0]
 
     monkeypatch.setattr(subprocess, "Popen", interrupted)
-    with pytest.raises(SystemExit), sigterm_as_exit():
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises((SystemExit, KeyboardInterrupt)), sigterm_as_exit():
         run_in_session([sys.executable, "-S", "-c", "import time; time.sleep(20)"], os.environ, grace_s=0.1)
     assert started[0].returncode < 0
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_a_job_may_run_beside_the_main_thread():
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_in_session, [sys.executable, "-S", "-c", ""], os.environ).result().code == 0
+
+
+def test_what_a_job_writes_to_stderr_is_passed_on_and_its_last_lines_are_kept(monkeypatch):
+    class Slow(io.StringIO):
+        def write(self, text):
+            time.sleep(0.01)
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", Slow())
+    writes = "import os; os.write(2, b''.join(b'line %d \\xff\\n' % number for number in range(70)))"
+    end = run_in_session([sys.executable, "-S", "-c", writes], os.environ)
+    lines = [f"line {number} \ufffd" for number in range(70)]
+    assert sys.stderr.getvalue().splitlines() == lines
+    assert end.stderr_tail == "\n".join(lines[-TAIL_LINES:])
 
 
 def processes_with_environment(entry: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 import io
 import sys
+import warnings
+from pathlib import Path
 
 import numpy
 import pytest
@@ -10,7 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_zero.sweeps import summary
-from lightning_zero.sweeps.summary import SUMMARY, collect, distinct_labels, read_summary, update_summary, write_summary
+from lightning_zero.sweeps.summary import (
+    SUMMARY,
+    collect,
+    distinct_labels,
+    open_summary,
+    read_summary,
+    update_summary,
+    write_summary,
+)
 
 
 def test_labels_hold_what_tells_jobs_apart():
@@ -25,6 +35,13 @@ def test_a_summary_is_replaced_in_one_move(tmp_path):
     update_summary(tmp_path, loss=0.5, note="x")
     assert read_summary(tmp_path) == {"loss": 0.5, "note": "x"}
     assert [path.name for path in tmp_path.iterdir()] == [SUMMARY]
+
+
+def test_a_summary_may_be_the_first_file_of_its_folder_and_holds_any_value_as_text(tmp_path):
+    open_summary(tmp_path / "a" / "b", 3, ["x=1"])
+    assert read_summary(tmp_path / "a" / "b") == {"job": 3, "overrides": ["x=1"], "status": "running"}
+    update_summary(tmp_path / "a" / "b", best=Path("best.ckpt"))
+    assert read_summary(tmp_path / "a" / "b")["best"] == "best.ckpt"
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "not JSON", '{"loss": 1.0}'])
@@ -59,6 +76,12 @@ def test_jobs_stand_in_the_order_of_their_numbers(tmp_path):
     for number in (10, 2, None, 9):  # None: a run of its own, in a folder of the sweep
         write_summary(tmp_path / f"{number}", {"job": number, "status": "finished", "overrides": []})
     assert [one["job"] for one in collect(tmp_path)] == [2, 9, 10, None]
+
+
+def test_jobs_of_the_same_number_stand_in_the_order_of_their_folders(tmp_path):
+    for name in "abcdefgh":
+        write_summary(tmp_path / name, {"job": 0, "status": "finished", "overrides": []})
+    assert [one["folder"] for one in collect(tmp_path)] == list("abcdefgh")
 
 
 def test_overrides_stand_in_the_csv_as_a_shell_takes_them(tmp_path):
@@ -175,6 +198,77 @@ def test_a_metric_that_is_a_tensor_is_a_number(tmp_path):
     }
 
 
+def drawn(jobs, tmp_path, monkeypatch):
+    """The panels of the picture by title, the last one under "last", and the texts in each."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    summary.draw(jobs, [f"job {number}" for number in range(len(jobs))], tmp_path / "sweep.png")
+    (figure,) = figures
+    panels = {panel.get_title().partition(",")[0]: panel for panel in figure.axes if isinstance(panel, Axes)}
+    return panels, {title: [text.get_text() for text in panel.texts] for title, panel in panels.items()}
+
+
+def labels_of(panel):
+    return [label.get_text() for label in panel.get_yticklabels()]
+
+
+def test_the_first_job_is_on_top_with_its_name_at_the_left_and_its_number_at_the_right(tmp_path, monkeypatch):
+    failed = job(1, "zero2", **FULL) | {"status": "failed"}
+    panels, _ = drawn([job(0, "ddp", **FULL), failed], tmp_path, monkeypatch)
+    assert all(panel.yaxis_inverted() for title, panel in panels.items() if title != "time against memory")
+    assert labels_of(panels["validation loss"]) == ["#0 job 0", "#1 job 1 (failed)"]
+    assert labels_of(panels["seconds per step"]) == ["#0", "#1"]
+    assert list(panels["time against memory"].get_subplotspec().colspan) == [0, 1], "the fifth has a row to itself"
+    assert list(panels["seconds per step"].get_subplotspec().colspan) == [1]
+
+
+def test_what_a_job_has_not_reported_is_said_and_losses_have_no_ratio(tmp_path, monkeypatch):
+    less = {name: value for name, value in FULL.items() if name not in ("memory_bytes", "seconds_per_step")}
+    timeless = {name: value for name, value in FULL.items() if name != "seconds_per_step"}
+    jobs = [job(0, "ddp", **FULL), job(1, "zero2", **less), job(2, "zero2", **timeless)]
+    _, texts = drawn(jobs, tmp_path, monkeypatch)
+    assert texts["validation loss"] == ["2.5", "2.5", "2.5"]
+    assert texts["seconds per step"] == ["0.5", "not reported", "not reported"]
+    assert texts["at rest on rank 0"] == ["12", "not reported", "12  (1.00 x ddp)"]
+    assert texts["time against memory"] == ["#0"]
+
+
+def test_a_baseline_that_sends_nothing_has_no_ratio_and_is_named_as_lightning_calls_it(tmp_path, monkeypatch):
+    alone = {**FULL, "wire_bytes_per_step": 0, "strategy_class": "SingleDeviceStrategy"}
+    _, texts = drawn([job(0, "auto", **alone), job(1, "zero2", **FULL)], tmp_path, monkeypatch)
+    assert texts["sent per step by rank 0"] == ["0", "4"]
+    assert texts["seconds per step"] == ["0.5", "0.5  (1.00 x auto)"]
+
+
+def test_numbers_that_are_all_zero_are_drawn_without_a_warning(tmp_path, monkeypatch):
+    nothing = {"loss": 0.0, "seconds_per_step": 0.0, "memory_bytes": {"": 0}, "wire_bytes_per_step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, texts = drawn([job(0, "ddp", **nothing)], tmp_path, monkeypatch)
+    assert texts["validation loss"] == texts["sent per step by rank 0"] == ["0"]
+
+
+def test_numbers_that_are_none_are_shown_as_what_they_are_and_zero_is_a_number(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    losses = [float("nan"), float("inf"), 0.0]
+    summary.print_table([job(number, "zero2", loss=loss) for number, loss in enumerate(losses)], ["a", "b", "c"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[3] for row in rows] == ["nan", "inf", "0"]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "title"),
+    [
+        ([{"world_size": 1}], "1 rank"),
+        ([{"world_size": 1}, {"world_size": 4}, {"world_size": 2}], "1 to 4 ranks"),
+        ([{"parameters": 1000, "world_size": 2}, {}], "1,000 parameters on 2 ranks"),
+        ([{"parameters": None}], "sweep"),
+    ],
+)
+def test_the_title_tells_sizes_as_far_as_they_are_known(jobs, title):
+    assert summary.title_of(jobs) == title
+
+
 def test_jobs_without_a_number_make_a_table_and_no_picture(tmp_path, capsys):
     jobs = [job(0, "ddp", status="failed", seconds=None), job(1, "zero2", status="failed", seconds=None)]
     summary.report(jobs, tmp_path)
@@ -188,6 +282,8 @@ def test_60_columns_without_colour_are_enough(monkeypatch, capsys):
     summary.print_table([job(0, "ddp", **FULL), job(1, "zero2", **FULL)], ["strategy=ddp", "strategy=zero2"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
+    summary.print_table([job(0, "ddp", **FULL), job(1, "zero2")], ["strategy=ddp", "strategy=zero2"])
+    assert capsys.readouterr().out.splitlines()[-1] == "#1 strategy=zero2: finished", "and nothing that it lacks"
     assert lines[0] == "1,000,000 parameters on 2 ranks"
     assert lines[1] == "#0 strategy=ddp: finished"
     assert lines[2].startswith("    loss 2.5, s/step 0.5, at rest 12 MB,")
@@ -209,6 +305,8 @@ def test_a_unit_is_that_of_the_largest_sum_and_not_of_its_parts():
     (measure,) = (one for row in summary.MEASURES for one in row if one.key == "memory_bytes")
     jobs = [job(0, "ddp", memory_bytes={"parameter": 6e5, "gradient": 6e5}), job(1, "zero2", memory_bytes={})]
     assert summary.scale_of(measure, jobs) == (1e6, "MB")
+    assert summary.scale_of(measure, [job(0, "ddp", memory_bytes={"parameter": 1e6})]) == (1e6, "MB")
+    assert summary.scale_of(measure, [job(0, "ddp", memory_bytes={"": 0})]) == (1.0, "B")
 
 
 def test_a_stream_that_is_not_utf_8_and_a_machine_without_rich_have_the_table(monkeypatch):

@@ -1,7 +1,9 @@
 """Sweeps of real two-rank jobs: folders, failures, leftovers, resuming."""
 
+import copy
 import csv
 import json
+import logging
 import os
 import re
 import subprocess
@@ -10,10 +12,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
+import lightning as L
 import pytest
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import OmegaConf
 
 import warm
@@ -246,6 +254,68 @@ def test_r23_a_rank_whose_config_differs_from_rank_zeros_is_stopped(monkeypatch)
         callback.on_job_start(config)
 
 
+def test_what_refers_to_nothing_and_hydras_own_config_stop_no_rank(no_rank, monkeypatch):
+    own = {"folder": "${oc.env:LOCAL_RANK,0}"}
+    config = OmegaConf.create({"hydra": own, "unused": "${nowhere}", "same": 1})
+    sweep._require_the_config_of_rank_zero(config)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    sweep._require_the_config_of_rank_zero(config)
+    with pytest.raises(SystemExit, match="under: unused"):
+        sweep._require_the_config_of_rank_zero(OmegaConf.merge(config, {"unused": "${elsewhere}"}))
+
+
+# --- what a job says of itself
+
+
+@pytest.fixture
+def no_rank(monkeypatch):
+    """This process is no rank of anything."""
+    monkeypatch.setenv(sweep.CONFIG_DIGEST, "")
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", sweep.CONFIG_DIGEST):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def log_file(tmp_path):
+    handler = logging.FileHandler(tmp_path / "rank.log")
+    logging.getLogger().addHandler(handler)
+    yield tmp_path / "rank.log"
+    logging.getLogger().removeHandler(handler)
+    handler.close()
+
+
+def run_job(folder, status, value):
+    """As Hydra runs one, without the function: it returns or raises `value`."""
+    callback, made = sweep.SweepCallback(), L.Trainer.__init__
+    hydra = {"runtime": {"output_dir": str(folder)}, "overrides": {"task": ["a=${b}"]}, "job": {"num": 4}}
+    config = OmegaConf.create({"hydra": hydra, "b": 1})
+    callback.on_job_start(config)
+    assert L.Trainer.__init__ is not made, "trainers are monitored"
+    returned = JobReturn(status=status)
+    returned.return_value = value
+    callback.on_job_end(config, returned)
+    assert L.Trainer.__init__ is made
+    assert sweep.CONFIG_DIGEST not in os.environ, "which a job that is started next would take for its own"
+
+
+def test_a_job_tells_what_it_has_returned(tmp_path, no_rank, log_file):
+    run_job(tmp_path, JobStatus.COMPLETED, 0.5)
+    expected = {"job": 4, "overrides": ["a=${b}"], "status": "finished", "return_value": 0.5}
+    assert read_summary(tmp_path) == expected
+    assert log_file.read_text() == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_logs_how_it_failed_and_rank_zero_tells_it(rank, tmp_path, no_rank, log_file, monkeypatch, caplog):
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    run_job(tmp_path, JobStatus.FAILED, ValueError("so much for that"))
+    assert log_file.read_text().startswith(sweep.FAILURE)
+    assert log_file.read_text().endswith("ValueError: so much for that\n")
+    told = read_summary(tmp_path)
+    assert (told["status"], told["error"]) == ("failed", "ValueError: so much for that") if rank == 0 else told == {}
+    assert caplog.records == [], "and no console, which has the traceback from Hydra"
+
+
 # --- a job's process
 
 
@@ -268,19 +338,103 @@ def test_a_job_that_another_sweep_runs_is_waited_for_and_run_again_only_if_it_fa
         assert started == ([] if status == "finished" else [job])
 
 
+def config_of_hydra(sweep_dir, subdir):
+    config = OmegaConf.create({"hydra": HydraConf})
+    config.hydra.sweep.dir, config.hydra.sweep.subdir = str(sweep_dir), subdir
+    return config
+
+
+def launcher_for(config):
+    launcher = sweep.ProcessLauncher()
+    loader = SimpleNamespace(load_sweep_config=lambda master, overrides: copy.deepcopy(config))
+    launcher.setup(hydra_context=SimpleNamespace(config_loader=loader), task_function=print, config=config)
+    return launcher
+
+
+def test_a_jobs_folder_is_one_that_can_be_told_to_its_ranks(tmp_path):
+    setup_globals()
+    job = launcher_for(config_of_hydra(tmp_path, 'a "$x" \\ ${hydra:job.num}'))._job(["a=1"], 7)
+    assert job.folder == tmp_path / "a '_x' _ 7"
+    assert (job.number, job.config.hydra.job.id) == (7, "7")
+    assert not HydraConfig.initialized(), "the sweep's own config is back"
+    with pytest.raises(SystemExit, match="holds a double quote, a backslash or a dollar sign"):
+        launcher_for(config_of_hydra(tmp_path / '"', "0"))._job([], 0)
+
+
+def test_two_jobs_of_one_sweep_are_not_put_into_one_folder(tmp_path, monkeypatch):
+    config = config_of_hydra(tmp_path, "same")
+    config.hydra.hydra_logging = {}
+    launcher = launcher_for(config)
+    monkeypatch.setattr(sweep, "configure_log", lambda *_: None)
+    monkeypatch.setattr(launcher, "_run_job", lambda job: pytest.fail("a job was started"))
+    with pytest.raises(SystemExit, match=r"hydra.sweep.subdir that tells jobs apart"):
+        launcher.launch([["a=1"], ["a=2"]], 0)
+
+
+def test_a_job_is_started_by_the_sweeps_own_command_with_its_overrides_and_its_folder(tmp_path, monkeypatch):
+    config = config_of_hydra(tmp_path, "0")
+    config.hydra.overrides.hydra = ["hydra.mode=MULTIRUN", "hydra.verbose=true"]
+    launcher = launcher_for(config)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(APP), "-m", "-cn", "other", "a=1,2"])
+    assert launcher._command(launcher._job(["a=1"], 3)) == [
+        *(sys.executable, str(APP), "--config-name", "other", "hydra.verbose=true", "a=1"),
+        *(f'hydra.run.dir="{tmp_path}/0"', "hydra.job.num=3", "hydra.job.id=3", "hydra.mode=RUN"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    with pytest.raises(SystemExit, match="'-c' is no script"):
+        sweep.program()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="package.app"))
+    assert sweep.program() == [sys.executable, "-m", "package.app"]
+
+
+def test_a_failed_job_tells_tracebacks_and_last_lines_of_this_attempt_alone(tmp_path):
+    config = OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}})
+    (tmp_path / "rank_0.log").write_text(f"{sweep.FAILURE}\nValueError: of before\n")
+    job = sweep.Job(0, ["a=1"], tmp_path, config)
+    job.begin()
+    job.complete_summary(End(0, ""), seconds=1.23)
+    told = {"job": 0, "overrides": ["a=1"], "seconds": 1.2}
+    assert read_summary(tmp_path) == {**told, "status": "finished"}
+    with (tmp_path / "rank_0.log").open("a") as file:
+        file.write("".join(f"line {number}\n" for number in range(9)))
+    (tmp_path / "rank_1.log").touch()
+    job.complete_summary(End(2, "no such file"), seconds=1.23)
+    lines = "\n".join(f"line {number}" for number in range(4, 9))
+    error = f"Rank 0 exited with 2.\n--- rank_0.log\n{lines}\n--- stderr\nno such file"
+    assert read_summary(tmp_path) == {**told, "status": "failed", "error": error}
+
+
+def test_only_a_job_of_the_same_overrides_counts_as_finished(tmp_path):
+    config = OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}})
+    for overrides, is_finished in ((["a=1"], True), (["a=2"], False)):
+        write_summary(tmp_path, {"overrides": overrides, "status": "finished"})
+        assert sweep.Job(0, ["a=1"], tmp_path, config).finished() == is_finished
+
+
+def test_failed_jobs_are_named_where_the_table_fails_too(tmp_path, monkeypatch):
+    write_summary(tmp_path / "0", {"job": 0, "overrides": ["a=1"], "status": "finished"})
+    write_summary(tmp_path / "1", {"job": 1, "overrides": ["a=2"], "status": "running"})  # it was killed
+    monkeypatch.setattr(sweep, "report", Mock(side_effect=OSError("no room")))
+    with pytest.raises(SystemExit, match=r"1 of 2 jobs failed:\n  #1 \(1\): a=2"):
+        sweep.SweepCallback().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+
+
 def test_a_job_is_failed_when_a_rank_fails_after_rank_zero_was_through(tmp_path):
     job = sweep.Job(0, ["a=1"], tmp_path, OmegaConf.create({"hydra": {"overrides": {"task": ["a=1"]}}}))
     job.begin()
     write_summary(tmp_path, {"status": "finished"})
-    (tmp_path / "rank_1.log").write_text(f"[ERROR] - {sweep.FAILURE}\nTraceback ...\nValueError: late")
+    (tmp_path / "rank_1.log").write_text(f"Epoch 0\n[ERROR] - {sweep.FAILURE}\nTraceback ...\nValueError: late")
     job.complete_summary(End(0, ""), seconds=1.0)
     summary = read_summary(tmp_path)
     assert (summary["status"], job.finished()) == ("failed", False)
     assert summary["error"].endswith("ValueError: late")
+    assert "Epoch 0" not in summary["error"]
 
 
 def test_a_jobs_environment_holds_nothing_of_another_jobs_ranks():
     leftovers = {"LOCAL_RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PL_GLOBAL_SEED": "1"}
+    leftovers[sweep.CONFIG_DIGEST] = "{}"
     assert sweep.job_environment({"PATH": "/bin", **leftovers}) == {"PATH": "/bin"}
 
 

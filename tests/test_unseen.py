@@ -91,6 +91,93 @@ def by_names_around() -> tuple[type[SGD], Callable[[], Any]]:
     return Around, lambda: (list(calls), mock.call_count, mock.mock_calls, number)
 
 
+class ByItsBase(ByItself):
+    """Its base class records."""
+
+
+REACHED: list[str] = []
+
+
+class Slotted:
+    __slots__ = ()
+
+
+class InOtherWays(SGD):
+    """By a method of the class and by a function inside of another, in containers of all sorts."""
+
+    slotted = Slotted()
+    nested: ClassVar[tuple[list[int], int]] = ([1], 2)
+    kinds: ClassVar[set[str]] = {"a"}
+    names: ClassVar[dict[str, int]] = {"first": 0}
+
+    @classmethod
+    def note(cls) -> None:
+        REACHED.append(cls.__name__)
+
+    def step(self, closure: Any = None) -> Any:
+        self.nested[0].append(2)
+        self.kinds.symmetric_difference_update({"a", "b"})
+        self.names["second"] = self.names.pop("first")
+        self.note()
+        (lambda: CALLS.append("a step"))()
+        return super().step(closure)
+
+
+def recorded_in_other_ways() -> Any:
+    kind = InOtherWays
+    return list(kind.nested[0]), set(kind.kinds), dict(kind.names), list(REACHED), list(CALLS)
+
+
+def by_a_function_around() -> tuple[type[SGD], Callable[[], Any]]:
+    number, later = 0, 1
+
+    def note() -> None:
+        nonlocal number
+        number += 1
+
+    class Helped(SGD):
+        def step(self, closure: Any = None) -> Any:
+            note()
+            with suppress(NameError):
+                print(later)  # noqa: F821
+            return super().step(closure)
+
+    del later  # a name may have no value, or none yet
+    return Helped, lambda: number
+
+
+RECORDS = {
+    "its base class": lambda: (ByItsBase, recorded),
+    "other ways": lambda: (InOtherWays, recorded_in_other_ways),
+    "a function around": by_a_function_around,
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_what_a_class_records_is_put_back_wherever_it_does(case: str) -> None:
+    kind, look = RECORDS[case]()
+    optimizer = kind([Parameter(torch.ones(3, 4))], lr=0.1)
+    before = look()
+    with unseen([kind]):
+        optimizer.step()
+        assert look() != before, "it does record"
+    assert look() == before
+
+
+class Fixed(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise AttributeError(f"{cls.__name__} is not to be changed")
+
+
+def test_a_class_that_records_nothing_is_not_written_to() -> None:
+    class Closed(metaclass=Fixed):
+        count = 1
+
+    with unseen([Closed]):
+        pass
+    assert Closed.count == 1
+
+
 TRIED: list[Callable[[Any], Any]] = [why_not_in_pieces, state_tensors_of, calls_closure_again]
 
 

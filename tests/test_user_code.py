@@ -1,5 +1,6 @@
 """Code that users have, unchanged, beside DDP on two real ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,6 +94,16 @@ def test_where_no_rank_has_a_loss_nothing_is_stepped(settings: dict[str, Any], t
         assert [of_rank["losses"] for of_rank in found] == [of_rank["losses"] for of_rank in expected]
         # Rank 0's: the others take its buffers before a step without a loss, too.
         assert differing(found[0]["weights"], expected[0]["weights"]) == []
+
+
+@pytest.mark.parametrize(("world", "by_hand"), [(1, False), (1, True), (2, True)])
+def test_of_a_step_without_a_loss_hooks_are_told_what_they_are_on_one_device(
+    world: int, by_hand: bool, pool_of: Callable[[int], RankPool]
+) -> None:
+    (expected,) = pool_of(1).run(user_jobs.told_of_steps_without_a_loss, "auto", 1, by_hand)
+    assert "a backward" not in expected
+    for told in pool_of(world).run(user_jobs.told_of_steps_without_a_loss, {"stage": 2}, world, by_hand):
+        assert told == expected[: len(told)] != []
 
 
 def test_parameters_added_in_the_middle_of_a_step_are_refused_with_the_remedy(two_ranks: RankPool) -> None:

@@ -30,7 +30,7 @@ from lightning_zero.config import Offload
 from lightning_zero.run.average import Average
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.slot import slot_of
-from lightning_zero.shards.whole import Imbalance
+from lightning_zero.shards.whole import Imbalance, rounds
 from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
 from models import seeded
@@ -202,6 +202,22 @@ def test_each_tensor_is_stepped_once_in_the_world_and_evenly(world: int, stage: 
     stepped = [shape for shapes, _ in ranks for shape in shapes]
     assert sorted(stepped) == [(16,)] * 8 + [(16, 16)] * 8
     assert {imbalance for _, imbalance in ranks} == {Imbalance(0.0, 0.0)}
+
+
+def test_tensors_of_two_tiers_are_stepped_in_rounds_of_their_own() -> None:
+    """Else an optimizer would be shown tensors of two devices in one step."""
+
+    def run(comm: Comm) -> list[set[Tier]]:
+        model = nn.ParameterList([torch.zeros(16, 16) for _ in range(4)])
+        offload = Offload(optimizer="cpu", fraction=0.5)
+        options = Options(granularity="tensor", offload=offload, machine=APART)
+        engine = Engine(model, [torch.optim.SGD(model.parameters(), 0.1)], stage=2, comm=comm, options=options)
+        slots = [slot for slot in map(slot_of, model.parameters()) if slot is not None]
+        found = rounds(slots, slots[0].group.setting, is_lazy=False)
+        engine.close()
+        return [{slot.group.places.optimizer.tier for slot in run} for run in found]
+
+    assert ThreadWorld(2).run(run) == [[{Tier.DEVICE}, {Tier.HOST}]] * 2
 
 
 @pytest.mark.parametrize("stage", [2, 3])

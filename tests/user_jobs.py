@@ -580,6 +580,33 @@ def fit_skipping(strategy: Any, without: Callable[[int, int], bool], told: bool 
     return {"losses": model.losses, "weights": state_of(model), "steps": run.global_step}
 
 
+class WithoutLoss(Classifier):
+    """Says what hooks are told of a step that returns nothing."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.told: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+    def on_after_backward(self) -> None:
+        self.told.append("a backward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.told.append(outputs)
+
+
+def told_of_steps_without_a_loss(strategy: Any, world: int, by_hand: bool) -> list[Any]:
+    model = WithoutLoss(by_hand=by_hand)
+    trainer(strategy, world, max_steps=-1, max_epochs=1).fit(model, loader(samples=16))
+    return model.told
+
+
 def add_a_group_while_training(strategy: Any) -> str | None:
     """Thaws what was frozen at set-up and gives it to the optimizer, in the middle of a step."""
 

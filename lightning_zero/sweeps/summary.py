@@ -134,7 +134,7 @@ def write_csv(jobs: Sequence[Mapping[str, Any]], path: Path) -> None:
     rows = [_flattened(job) for job in jobs]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
 
