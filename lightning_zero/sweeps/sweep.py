@@ -266,6 +266,7 @@ class Job:
         self.task_overrides = _as_written(config.hydra.overrides.task)
         self.folder = folder
         self.config = config
+        self.log_bytes_before: dict[str, int] = {}  # of earlier attempts, by the name of the file
 
     def begin(self) -> None:
         """Writes the first summary of an attempt, and notes what earlier ones have logged."""
