@@ -1,7 +1,8 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
+import itertools
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -152,6 +153,29 @@ def steps(
                 told["val"] = [made.all_reduce(loss_of(model, batch)).item() for batch in loader(seed=1)]
             model.train()
     return told
+
+
+def hooked_between(strategy: Any, world: int) -> dict[str, Tensor]:
+    """Two steps, in which hooks on gradients come after the forward, and go after the backward."""
+    made = fabric(strategy, world)
+    model, optimizer = set_up(made)
+    for batch in itertools.islice(made.setup_dataloaders(loader()), 2):
+        loss = loss_of(model, batch)
+        with ExitStack() as hooks:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(_halve).remove)
+            made.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = whole(made, model)
+    made.strategy.teardown()
+    return found
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None, "the gradient has been taken"
+    parameter.grad.mul_(0.5)
 
 
 def train(strategy: Any, world: int, how: str = "setup", precision: str = "32-true", **kwargs: Any) -> dict[str, Any]:

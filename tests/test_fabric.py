@@ -93,6 +93,16 @@ def test_gradients_that_are_clipped_after_each_micro_batch_are_those_of_fabrics_
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_hooks_on_gradients_that_come_between_forward_and_backward_see_them_before_they_are_taken(
+    stage: int, two_ranks: RankPool
+) -> None:
+    expected = two_ranks.once(fabric_jobs.hooked_between, DDP, 2)
+    found = two_ranks.run(fabric_jobs.hooked_between, {"stage": stage}, 2)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_no_backward_sync_saves_the_reductions_of_all_micro_batches_but_the_last(
     stage: int, two_ranks: RankPool
 ) -> None:
