@@ -219,6 +219,8 @@ def sensible(program: Program) -> Program:
             continue  # which of them are None is each rank's own, too
         if isinstance(op, Read) and op.what == "norms" and pending:
             continue
+        if isinstance(op, Hook) and op.how == "drops it" and scales:
+            continue  # there may be none to unscale
         if isinstance(op, Step) and op.closure is None and not graded:
             continue
         if isinstance(op, Step) and op.closure is not None and (scales or not op.closure.syncs):
