@@ -390,7 +390,8 @@ def hook(op: Hook, loop: Loop, rank: int, notes: Notes) -> None:
 
 def _when_accumulated(how: str, notes: Notes, parameter: Tensor) -> None:
     grad = parameter.grad
-    assert grad is not None
+    if grad is None:
+        return  # another hook has dropped it
     if how == "halves what has accumulated":
         grad.view(-1).mul_(0.5)
     elif how == "replaces it":
