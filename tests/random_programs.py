@@ -76,9 +76,7 @@ class Backward(NamedTuple):
     penalty: int | None = None  # on the square of a weight, used outside of a forward
     looks: Read | None = None  # before backward
     inside: str | None = None  # read a weight in a hook of the "forward" of a module, or in "backward" on a tensor's
-    only: int | None = (
-        None  # asks for the gradients of the parameters before this one, and of one that each forward uses
-    )
+    only: int | None = None  # asks for the gradients of the parameters before this one, and of one that always has some
     differs: int | None = None  # takes its gradient by `torch.autograd.grad` as well, each rank for itself
 
 

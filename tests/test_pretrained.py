@@ -302,6 +302,18 @@ def test_a_parameter_that_is_built_of_a_file_keeps_its_class_and_attributes(tmp_
     assert on_ranks(2, build) == [(Marked, False, False, True, True)] * 2
 
 
+def test_a_parameter_without_memory_keeps_its_class_and_attributes_where_it_is_not_sharded_too(tmp_path: Path) -> None:
+    """Optimizers are given parameter groups by such attributes."""
+    save_file({"weight": torch.ones(8, 8)}, tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.weight = Marked(torch.empty(8, 8, device="meta"), requires_grad=False)
+    model.weight.decays = False
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    weight = model.weight
+    assert (type(weight), weight.decays, weight.requires_grad) == (Marked, False, False)
+    assert weight.eq(1).all()
+
+
 def test_what_is_cast_is_in_memory_a_megabyte_at_a_time() -> None:
     read: list[int] = []
 

@@ -230,6 +230,8 @@ class _Target:
             made = construction.materialize(meta, device)
         else:
             made = Parameter(torch.empty_like(meta, device=device), meta.requires_grad)
+            made.__class__ = type(meta)
+            vars(made).update(vars(meta))
         for tensors, name in self.places:
             tensors[name] = made
         return made
