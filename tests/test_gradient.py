@@ -495,6 +495,57 @@ def test_a_hook_on_an_accumulated_gradient_finds_the_average_in_it_and_changes_b
     on_two_ranks(stage, act)
 
 
+@pytest.mark.parametrize("adds", ["on all ranks", "on one rank", "nothing"])
+@pytest.mark.parametrize("how", [halve, halve_a_view, replace_by_half])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_edited_after_a_backward_that_only_accumulates_is_each_ranks_own_until_one_reduces(
+    stage: int, how: Callable[[Tensor], None], adds: str
+) -> None:
+    """Also where only some ranks have added to the average, or none has. Zeros are the same for all."""
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        weight = model.blocks[0].up.bias
+        added = {"on all ranks": [8, 16], "on one rank": [8, 0], "nothing": [0, 0]}[adds]
+
+        def run(factor: int) -> None:
+            (factor * (weight if factor else model.norm.weight).sum()).backward()
+
+        run(2)
+        with engine.no_sync():
+            run(added[comm.rank])
+        how(weight)
+        own = [(2 + more) / 2 for more in added]
+        assert torch.equal(weight.grad.clone(), torch.full_like(weight, own[comm.rank]))
+        run(4)
+        assert torch.equal(engine.averages.full(weight), torch.full_like(weight, sum(own) / 2 + 4))
+        with engine.no_sync():
+            run(added[comm.rank])
+        optimizer.zero_grad(set_to_none=False)
+        how(weight)
+        run(4)
+        assert torch.equal(engine.averages.full(weight), torch.full_like(weight, 4))
+
+    on_two_ranks(stage, act)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_view_of_a_gradient_that_only_accumulates_shows_and_takes_edits_until_the_next_backward(stage: int) -> None:
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        first, second = (block.up.bias for block in model.blocks)
+        (2 * first.sum() + 2 * second.sum()).backward()
+        with engine.no_sync():
+            (8 * (1 + comm.rank) * first.sum()).backward()
+        views = [parameter.grad.view(-1) for parameter in (first, second)]
+        for view in views:
+            view.mul_(0.5)
+        first.grad.add_(1)
+        assert float(views[0][0]) == 2 + 4 * comm.rank + 4
+        (4 * first.sum() + 4 * second.sum()).backward()
+        assert [float(engine.averages.full(p)[0]) for p in (first, second)] == [8 + 4, 1 + 4]
+
+    on_two_ranks(stage, act)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm, by_hand: bool) -> dict[str, Tensor]:

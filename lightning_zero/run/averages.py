@@ -19,7 +19,6 @@ from lightning_zero.run.loans import Loans
 from lightning_zero.run.program import Cause
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.shards import norm
-from lightning_zero.shards.averaged import AveragedGradient
 from lightning_zero.shards.gradient import averaged_of
 from lightning_zero.shards.local import local_of, whole_of
 from lightning_zero.shards.optimizer import training_slot
@@ -110,16 +109,9 @@ class Averages:
         norm.clip_by_value_(self.slots_with_gradients(parameters, Cause.LOOK, meets=True), clip_value)
 
     def _accumulated(self, parameters: Iterable[Parameter] | Optimizer) -> list[Parameter]:
-        """Returns the parameters with a gradient, none of which is reduced here. What has been added to an average
-        becomes this rank's own, all of it, as each rank is about to change it in a way of its own."""
+        """Returns the parameters with a gradient, none of which is reduced here; see `Beside` for those with an average
+        in it."""
         slots = self.slots_with_gradients(parameters, Cause.LOOK, meets=True)
-        for slot in slots:
-            with no_interception():
-                grad = slot.local.grad
-            if isinstance(grad, AveragedGradient):
-                own = grad.clone()
-                with no_interception():
-                    slot.local.grad = own
         return [slot.parameter for slot in slots]
 
     def whole_on_host(self) -> dict[Parameter, Tensor]:

@@ -164,7 +164,7 @@ class LastingLoans:
         """Writes a gradient to its shard. What is only read is written, too, as not every edit can be told; but not
         what this rank alone has added to, which the next backward is to reduce."""
         shard = gradient_of(slot)
-        if is_edited or slot.index not in shard.beside.kept:
+        if is_edited or not shard.beside.has(slot.index):
             shard.beside.drop(slot.index)
             shard.averaged.write(slot, gradient)
 

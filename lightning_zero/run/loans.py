@@ -192,9 +192,9 @@ class Loans(Lender):
 
     def lend_gradient(self, slot: Slot) -> Tensor:
         beside = gradient_of(slot).beside
-        if (edited := beside.edited(slot)) is not None:
-            return edited
-        if slot in self.lasting.gradients and slot.index not in beside.fresh:
+        if (seen := beside.seen(slot.index)) is not None:
+            return seen
+        if slot in self.lasting.gradients and not beside.has(slot.index):
             return self.lasting.gradients[slot]
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
         # Until the step, one rank may read it alone.
@@ -206,7 +206,7 @@ class Loans(Lender):
                 "rank may read them alone."
             )
         with no_interception(), torch.no_grad():
-            return beside.add_to(average, slot)
+            return beside.add_to(average, slot.index)
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor | None:
         with no_interception(), torch.no_grad():
@@ -214,9 +214,9 @@ class Loans(Lender):
 
     def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
         beside = gradient_of(slot).beside
-        if slot.index in beside.fresh:  # in a hook of this backward: it is this rank's own
+        if beside.has(slot.index) or self.runner.reductions.are_accumulated:
             if edited_by is not None or is_visible:
-                beside.edit(slot, gradient)
+                beside.show(slot.index, gradient, is_edited=edited_by is not None)
             return
         if edited_by is not None:
             self.runner.wait_to_edit_gradients(edited_by)

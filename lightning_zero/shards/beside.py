@@ -1,8 +1,9 @@
-"""`Beside`: gradients that are to be added to averages, and are this rank's own until then.
+"""`Beside`: gradients that are this rank's own, beside averages that rest as shards.
 
 Autograd adds each gradient to what is in `p.grad`. An average that rests as shards has no room for it there, so it is
-kept here until the next reduction or step adds it to the average. A hook of the user's, which autograd calls before it
-is collected, finds the sum of both in `p.grad`, as under DDP. If it edits that, all of it is this rank's own.
+kept here until the next reduction or step adds it to the average. Users find the sum of both in `p.grad`, as under DDP.
+If they edit that (in a hook before it is collected, or after a backward that was not reduced), all of it is the rank's
+own, and the mean of those of all ranks takes the average's place.
 """
 
 from typing import final
@@ -11,21 +12,30 @@ from torch import Tensor
 
 from lightning_zero.shards.averaged import Averaged, AveragedGradient
 from lightning_zero.shards.slot import Slot
+from lightning_zero.torch_private import edits_of
 
 
 @final
 class Beside:
-    """What autograd has added to `averaged` gradients of a group on this rank, by the index of the parameter."""
+    """What is beside the `averaged` gradients of a group on this rank, by the index of the parameter."""
 
     def __init__(self, averaged: Averaged) -> None:
         self._averaged = averaged
-        self.fresh: dict[int, Tensor] = {}  # of this backward, until they are collected
-        self._edited: set[int] = set()  # those in `fresh` that are no addition, but the edited sum with the average
-        self.kept: dict[int, Tensor] = {}  # of earlier ones, which were not reduced
+        self.fresh: dict[int, Tensor] = {}  # what this backward has added, until it is collected
+        self.kept: dict[int, Tensor] = {}  # ... and earlier ones, which were not reduced; or what is edited, all of it
+        self._edited: set[int] = set()
+        self.viewed: dict[int, tuple[Tensor, int]] = {}  # sums that users have views of, and how often they were edited
+
+    def has(self, index: int) -> bool:
+        """Whether there is anything beside the average of a parameter."""
+        return index in self.fresh or index in self.kept or index in self.viewed
+
+    # -- what is added
 
     def add(self, slot: Slot, grad: Tensor) -> None:
         """Keeps what autograd adds to an average in backward, until it is collected."""
         index = slot.index
+        self.end_views()
         self.fresh[index] = self.fresh[index] + grad if index in self.fresh else grad
 
     def keep(self, slot: Slot, grad: Tensor) -> None:
@@ -37,55 +47,82 @@ class Beside:
             self._add_to_piece(slot, grad)
 
     def take(self, index: int) -> tuple[Tensor, bool]:
-        """Returns, once, what was added to an average in this backward and in earlier ones, and True; or, once a hook
-        has edited the sum of all, that sum and False: it takes the average's place."""
-        fresh = self.fresh.pop(index)
-        if index in self._edited:
-            self._edited.discard(index)
-            return fresh, False
-        return (self.kept.pop(index) + fresh if index in self.kept else fresh), True
+        """Returns, once, what was added to an average, in this backward and in earlier ones, and True; or the edited
+        sum of all, and False: it takes the average's place."""
+        self.end_views()
+        if index not in self.kept:
+            return self.fresh.pop(index), True
+        kept, is_addition = self.take_kept(index)
+        return kept + self.fresh.pop(index) if index in self.fresh else kept, is_addition
 
-    def add_to(self, average: Tensor, slot: Slot) -> Tensor:
-        """Adds all that was added to a whole average, in place, and goes on keeping it: the average may be another
-        rank's to read."""
-        for added in (self.kept.get(slot.index), self.fresh.get(slot.index)):
-            if added is not None:
-                average.add_(added)
-        return average
-
-    def edited(self, slot: Slot) -> Tensor | None:
-        """Returns the sum that a hook has edited in this backward, before it is collected."""
-        return self.fresh[slot.index] if slot.index in self._edited else None
-
-    def edit(self, slot: Slot, total: Tensor) -> None:
-        """Keeps the sum that a hook has edited, or may edit through a view of it."""
-        self.drop(slot.index)  # the sum has it
-        self.fresh[slot.index] = total
-        self._edited.add(slot.index)
+    def take_kept(self, index: int) -> tuple[Tensor, bool]:
+        """Does what `take` does for what was there before this backward."""
+        is_addition = index not in self._edited
+        self._edited.discard(index)
+        return self.kept.pop(index), is_addition
 
     def settle(self, slot: Slot) -> None:
-        """Adds what is kept to this rank's piece of the average, which is about to be stepped, and keeps it no
+        """Takes what is kept into this rank's piece of the average, which is about to be stepped, and keeps it no
         longer."""
-        kept = self.kept.pop(slot.index, None)
-        if kept is not None and isinstance(slot.local.grad, AveragedGradient):
-            self._add_to_piece(slot, kept)
+        self.end_views()
+        if slot.index not in self.kept:
+            return
+        kept, is_addition = self.take_kept(slot.index)
+        if isinstance(slot.local.grad, AveragedGradient):
+            if is_addition:
+                self._add_to_piece(slot, kept)
+            else:
+                self._averaged.write(slot, kept)
 
     def _add_to_piece(self, slot: Slot, grad: Tensor) -> None:
         with self._averaged.edit_piece(slot) as piece:
             own = grad.reshape(-1)[slot.piece.start : slot.piece.stop]
             piece.view(-1).add_(own.to(piece.device))
 
+    # -- what users see
+
+    def seen(self, index: int) -> Tensor | None:
+        """Returns the sum that users have edited or have views of, unless autograd has added to it since."""
+        if index in self.viewed:
+            return self.viewed[index][0]
+        return self.kept[index] if index in self._edited and index not in self.fresh else None
+
+    def add_to(self, average: Tensor, index: int) -> Tensor:
+        """Returns the sum of a whole average and all that was added, in its memory: it may be another rank's to
+        read."""
+        if index in self._edited:
+            average.copy_(self.kept[index])
+        elif index in self.kept:
+            average.add_(self.kept[index])
+        return average.add_(self.fresh[index]) if index in self.fresh else average
+
+    def show(self, index: int, total: Tensor, *, is_edited: bool) -> None:
+        """Notes a sum that users have edited, or of which they have views, through which they may edit it."""
+        if is_edited:
+            self.drop_all(index)
+            self.kept[index] = total
+            self._edited.add(index)
+        elif self.seen(index) is None:
+            self.viewed[index] = total, edits_of(total)
+
+    def end_views(self) -> None:
+        """Keeps what users have edited through views. Later edits through these are not seen."""
+        while self.viewed:
+            index, (total, before) = self.viewed.popitem()
+            if edits_of(total) != before:
+                self.show(index, total, is_edited=True)
+
     def drop(self, index: int) -> None:
         """Drops what is kept of one parameter, if anything is: another gradient has taken the average's place."""
         self.kept.pop(index, None)
-
-    def drop_all(self, index: int) -> None:
-        """Drops all that was added: a hook in this backward has put another gradient into `p.grad`, or none."""
-        self.drop(index)
-        self.fresh.pop(index, None)
+        self.viewed.pop(index, None)
         self._edited.discard(index)
 
+    def drop_all(self, index: int) -> None:
+        """Drops what this backward has added, too: a hook has put another gradient into `p.grad`, or none."""
+        self.drop(index)
+        self.fresh.pop(index, None)
+
     def clear(self) -> None:
-        self.fresh.clear()
-        self._edited.clear()
-        self.kept.clear()
+        for held in (self.fresh, self.kept, self.viewed, self._edited):
+            held.clear()

@@ -81,9 +81,10 @@ class GradientShard:
     def begin_backward(self) -> dict[int, Tensor]:
         """Forgets gradients that earlier backwards have only accumulated on this rank, and that users have dropped
         since, as `zero_grad` does. Returns copies of what users have put in their place, by index."""
-        if not (self.used or self.beside.kept):
+        if not (self.used or self.beside.kept or self.beside.viewed):
             return {}  # as nearly always
-        grads = {index: self.group.slots[index].local.grad for index in self.used}
+        self.beside.end_views()
+        grads = {index: self.group.slots[index].local.grad for index in {*self.used, *self.beside.kept}}
         for index in self.beside.kept.keys() - {at for at, grad in grads.items() if isinstance(grad, AveragedGradient)}:
             self.beside.drop(index)
         plain = {at: grad for at, grad in grads.items() if grad is not None and not isinstance(grad, AveragedGradient)}
@@ -127,7 +128,7 @@ class GradientShard:
             if not grad.is_of(slot):
                 grad.refuse_as_given()
             grad, carried = self.beside.take(index)
-        elif self.beside.fresh:
+        elif self.beside.fresh or self.beside.kept:
             self.beside.drop_all(index)
         if not (carried or again):
             averaged.editions[index] += 1
@@ -250,15 +251,16 @@ class GradientShard:
     def _collect_beside(self) -> None:
         """Collects what is beside averages that this backward has added nothing to, unless users have dropped those
         since it has failed."""
-        for index, grad in self.beside.kept.items():
-            if not isinstance(self.group.slots[index].local.grad, AveragedGradient):
+        for index in [*self.beside.kept]:
+            slot, (grad, carried) = self.group.slots[index], self.beside.take_kept(index)
+            if not isinstance(slot.local.grad, AveragedGradient):
                 continue
+            self.averaged.editions[index] += not carried
             if self.averaged.is_sharded and self.averaged.full_grad is None:
-                self._carry(index, True)
+                self._carry(index, carried)
                 self._held[index] = grad
             else:
-                self._accumulate_locally(self.group.slots[index], grad, carried=True)
-        self.beside.kept.clear()
+                self._accumulate_locally(slot, grad, carried=carried)
 
     def _pack(self, chunk: Chunk, bucket: Bucket) -> Tensor:
         """Copies what this rank sends of a chunk into a bucket, ``(N, width)``. Between and after the gradients are
