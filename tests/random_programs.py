@@ -217,6 +217,8 @@ def sensible(program: Program) -> Program:
             continue  # which of them are None is each rank's own, too
         if isinstance(op, Read) and op.what == "norms" and pending:
             continue
+        if parted and isinstance(op, ZeroGrad) and not op.to_none and program.strategy["stage"] == 1:
+            continue  # some ranks would read alone what others have written over
         if isinstance(op, Hook) and op.how == "drops it" and scales:
             continue  # there may be none to unscale
         if isinstance(op, Step) and op.closure is None and not graded:
