@@ -1,6 +1,5 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
-import itertools
 import warnings
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -156,16 +155,17 @@ def steps(
 
 
 def hooked_between(strategy: Any, world: int) -> dict[str, Tensor]:
-    """Two steps, in which hooks on gradients come after the forward, and go after the backward."""
+    """Two steps, in which hooks on gradients come after the forward, and go after the backward: one through Fabric, and
+    one of the loss itself."""
     made = fabric(strategy, world)
     model, optimizer = set_up(made)
-    for batch in itertools.islice(made.setup_dataloaders(loader()), 2):
+    for run, batch in zip([made.backward, Tensor.backward], made.setup_dataloaders(loader()), strict=False):
         loss = loss_of(model, batch)
         with ExitStack() as hooks:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     hooks.callback(parameter.register_post_accumulate_grad_hook(_halve).remove)
-            made.backward(loss)
+            run(loss)
         optimizer.step()
         optimizer.zero_grad()
     found = whole(made, model)

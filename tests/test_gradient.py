@@ -546,6 +546,40 @@ def test_a_view_of_a_gradient_that_only_accumulates_shows_and_takes_edits_until_
     on_two_ranks(stage, act)
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "at once"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_making_zeros_of_gradients_gathers_none(stage: int, at_once: bool) -> None:
+    """Also where one rank alone has added to them since, which at stage 1 has written over averages."""
+
+    def act(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
+        def zero() -> None:
+            before = engine.mesh.bytes_sent["all_gather"]
+            optimizer.zero_grad(set_to_none=False)
+            assert engine.mesh.bytes_sent["all_gather"] == before
+
+        weight, other = (block.up.bias for block in model.blocks)
+        optimizer.defaults["foreach"] = at_once
+        for added in ([0, 0], [8, 16], [8, 0]):
+            with engine.forward(), engine.backward():
+                (2 * weight.sum() + 4 * other.sum()).backward()
+            view = weight.grad.view(-1)
+            with engine.forward(), engine.no_sync(), engine.backward():
+                (added[comm.rank] * (weight if added[comm.rank] else model.norm.weight).sum()).backward()
+            zero()
+            assert float(view.sum()) == 2 * view.numel(), "a loan ends with the next forward"
+            with engine.forward(), engine.backward():
+                (2 * weight.sum()).backward()
+            view = weight.grad.view(-1)
+            zero()
+            assert not view.any()
+            assert not any(bool(p.grad.any()) for p in (weight, other))
+        with engine.forward(), engine.backward():
+            (2 * weight.sum()).backward()
+        assert [float(engine.averages.full(p)[0]) for p in (weight, other)] == [2, 0]
+
+    on_two_ranks(stage, act)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: int) -> None:
     def act(model: Any, engine: Engine, optimizer: Any, comm: Comm, by_hand: bool) -> dict[str, Tensor]:

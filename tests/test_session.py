@@ -73,6 +73,15 @@ except KeyboardInterrupt:
     assert saved.exists()
 
 
+@pytest.fixture
+def interrupts_raise():
+    """Also where the tests run in the background of a shell, which has them ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_raise")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_signal_that_comes_as_a_job_starts_ends_it_once_it_has_started(ignores, number, monkeypatch):

@@ -219,12 +219,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         return self._skipped.total
 
     @override
-    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        for engine in self._engines:
-            engine.runner.hooks.begin_pass()  # for those hooks of users that came after the forward
-        super().backward(tensor, module, *args, **kwargs)
-
-    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if optimizer not in self._stepped_in:
             raise RuntimeError(

@@ -6,10 +6,12 @@ from typing import Any, cast, final
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.run.engine import Engine
+from lightning_zero.torch_private import tree_iter
 
 
 @final
@@ -42,7 +44,16 @@ class ShardedModule(Module):
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         reduces = torch.is_grad_enabled() and not self._is_blocked
         with self.engine.forward(reduces=reduces):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._begin_backward)
+        return output
+
+    def _begin_backward(self, _: Tensor) -> None:
+        """Backward begins here: hooks on gradients that users have added since the forward come before the engine's.
+        The strategy's `backward` would not do: where a strategy has one, Fabric refuses `loss.backward()`."""
+        self.engine.runner.hooks.begin_pass()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lightning_zero.shards.averaged import AveragedGradient
 from lightning_zero.shards.slot import Slot
-from lightning_zero.torch_private import backward_number, make_wrapper, schema_of
-from lightning_zero.views.intercept import Lent, call
+from lightning_zero.torch_private import FOREACH_IN_PLACE, backward_number, make_wrapper, schema_of
+from lightning_zero.views.intercept import Lent, call, lend_any
 from lightning_zero.wire import editing
 
 T = TypeVar("T")
 OPERATOR = type(torch.ops.aten.detach.default)
+ZEROING = {Tensor.zero_, torch.zero_, *(one for one in FOREACH_IN_PLACE if one.__name__ == "_foreach_zero_")}
 
 
 class GradientLender(ABC):
@@ -26,6 +27,10 @@ class GradientLender(ABC):
     @abstractmethod
     def lend_gradient(self, slot: Slot) -> Tensor:
         """Returns the whole averaged gradient of a parameter, in its shape. A collective."""
+
+    @abstractmethod
+    def lend_zeros(self, slot: Slot) -> Tensor:
+        """Returns zeros in place of a gradient that is about to become zeros: that needs no collective of its size."""
 
     @abstractmethod
     def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
@@ -115,6 +120,8 @@ class ShardedGradient(AveragedGradient):
         if func is Tensor.untyped_storage or isinstance(func, OPERATOR):
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in ZEROING:  # by `zero_grad(set_to_none=False)`
+            return call(func, args, kwargs, lambda one: one._borrow_zeros() if isinstance(one, cls) else lend_any(one))
         return call(func, args, kwargs)
 
     @classmethod
@@ -137,6 +144,12 @@ class ShardedGradient(AveragedGradient):
         self._refuse_if_replaced()
         with torch.inference_mode(False):
             return Lent(self, self.lender.lend_gradient(self.slot), partial(_end, is_edited=is_edited))
+
+    def _borrow_zeros(self) -> Lent:
+        """Does `borrow` for a call that makes zeros of it."""
+        self._refuse_if_replaced()
+        with torch.inference_mode(False):
+            return Lent(self, self.lender.lend_zeros(self.slot), partial(_end, is_edited=True))
 
 
 def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:

@@ -192,10 +192,8 @@ class Loans(Lender):
 
     def lend_gradient(self, slot: Slot) -> Tensor:
         beside = gradient_of(slot).beside
-        if (seen := beside.seen(slot.index)) is not None:
-            return seen
-        if slot in self.lasting.gradients and not beside.has(slot.index):
-            return self.lasting.gradients[slot]
+        if (lent := self._lent_gradient(slot)) is not None:
+            return lent
         self.settle_gradients()  # reading `p.grad` has not done it if the parameter is shown plain
         # Until the step, one rank may read it alone.
         average: Tensor | None = self.runner.course.call(self._averages[slot])
@@ -207,6 +205,20 @@ class Loans(Lender):
             )
         with no_interception(), torch.no_grad():
             return beside.add_to(average, slot.index)
+
+    def lend_zeros(self, slot: Slot) -> Tensor:
+        if (lent := self._lent_gradient(slot)) is not None:
+            return lent  # views of it are to become zeros, too
+        self.settle_gradients()
+        with torch.no_grad():
+            return torch.zeros(slot.shape, dtype=averaged_of(slot).dtype, device=slot.group.places.gathered.device)
+
+    def _lent_gradient(self, slot: Slot) -> Tensor | None:
+        """Returns what users have views of already, or have edited on this rank alone."""
+        beside = gradient_of(slot).beside
+        if (seen := beside.seen(slot.index)) is not None:
+            return seen
+        return None if beside.has(slot.index) else self.lasting.gradients.get(slot)
 
     def _serve_gradient(self, slot: Slot, _: bool) -> Tensor | None:
         with no_interception(), torch.no_grad():
