@@ -53,7 +53,8 @@ class ShardedModule(Module):
     def _begin_backward(self, _: Tensor) -> None:
         """Backward begins here: hooks on gradients that users have added since the forward come before the engine's.
         The strategy's `backward` would not do: where a strategy has one, Fabric refuses `loss.backward()`."""
-        self.engine.runner.hooks.begin_pass()
+        if self.made is not None:
+            self.made.runner.hooks.begin_pass()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
