@@ -166,9 +166,7 @@ class Construction(Keeper):
 
     def materialize(self, meta: Parameter, device: torch.device) -> Parameter:
         """Returns a parameter as `meta` describes it, sharded; the caller fills this rank's row."""
-        parameter = Parameter(nothing(meta.shape, meta.dtype, device), meta.requires_grad)
-        parameter.__class__ = type(meta)
-        vars(parameter).update(vars(meta))
+        parameter = parameter_like(meta, nothing(meta.shape, meta.dtype, device))
         early = self._note(parameter, "Parameter")
         early.rest_as(early.make_row())
         return parameter
@@ -347,6 +345,14 @@ class _Replaced(TorchFunctionMode):
                 self._due.append((place, name))
             else:
                 self._register(module, name, parameter)
+
+
+def parameter_like(meta: Parameter, values: Tensor) -> Parameter:
+    """Returns a parameter of these values with the class and the attributes of `meta`, by which users may know it."""
+    made = Parameter(values, meta.requires_grad)
+    made.__class__ = type(meta)
+    vars(made).update(vars(meta))
+    return made
 
 
 def _early(parameter: Tensor) -> EarlyParameter:

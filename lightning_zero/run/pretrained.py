@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.export import INDEX, SINGLE
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.shard import LONGEST_HEADER, SAFE_NAMES, fill
 from lightning_zero.device import HOST
-from lightning_zero.run.construction import Construction
+from lightning_zero.run.construction import Construction, parameter_like
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.units import as_written
@@ -229,9 +229,7 @@ class _Target:
         elif construction is not None and meta.numel():
             made = construction.materialize(meta, device)
         else:
-            made = Parameter(torch.empty_like(meta, device=device), meta.requires_grad)
-            made.__class__ = type(meta)
-            vars(made).update(vars(meta))
+            made = parameter_like(meta, torch.empty_like(meta, device=device))
         for tensors, name in self.places:
             tensors[name] = made
         return made

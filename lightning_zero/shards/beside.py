@@ -22,9 +22,9 @@ class Beside:
     def __init__(self, averaged: Averaged) -> None:
         self._averaged = averaged
         self.fresh: dict[int, Tensor] = {}  # what this backward has added, until it is collected
-        self.kept: dict[int, Tensor] = {}  # ... and earlier ones, which were not reduced; or what is edited, all of it
-        self._edited: set[int] = set()
-        self.viewed: dict[int, tuple[Tensor, int]] = {}  # sums that users have views of, and how often they were edited
+        self.kept: dict[int, Tensor] = {}  # what earlier ones have added, which were not reduced; or an edited sum
+        self._edited: set[int] = set()  # those in `kept` that are such a sum, with the average in it
+        self.viewed: dict[int, tuple[Tensor, int]] = {}  # sums that users have views of, with their version then
 
     def has(self, index: int) -> bool:
         """Whether there is anything beside the average of a parameter."""
@@ -88,8 +88,8 @@ class Beside:
         return self.kept[index] if index in self._edited and index not in self.fresh else None
 
     def add_to(self, average: Tensor, index: int) -> Tensor:
-        """Returns the sum of a whole average and all that was added, in its memory: it may be another rank's to
-        read."""
+        """Returns the sum of a whole average and all that was added, in its memory, which is nobody else's. An edited
+        sum takes the average's place: that was gathered all the same, as other ranks may have edited nothing."""
         if index in self._edited:
             average.copy_(self.kept[index])
         elif index in self.kept:
