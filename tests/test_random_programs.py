@@ -62,9 +62,20 @@ def test_random_manual_optimization_trains_as_plain_torch(pool_of: Any, program:
     compare(run_with_trainer, program, pool_of)
 
 
+_PENALTY = Backward((), penalty=0)
+WITHOUT_STEP = {
+    "after a batch with one": (Backward(), Step(), Backward(), Read("norms", 0)),
+    # Ranks have met in this batch, for the gradients of a backward that is not the last one.
+    "after three backwards": (_PENALTY._replace(syncs=False), _PENALTY, _PENALTY, Read("gradients", 0)),
+}
+
+
 @pytest.mark.parametrize("reader", [0, 1])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_may_read_gradients_alone_in_a_batch_without_a_step(stage: int, reader: int, pool_of: Any) -> None:
+@pytest.mark.parametrize("when", WITHOUT_STEP)
+def test_a_rank_may_read_gradients_alone_in_a_batch_without_a_step(
+    when: str, stage: int, reader: int, pool_of: Any
+) -> None:
     """The others wait for it at the end of their batch, and it must not go on to another one, or out of the epoch."""
-    ops = (Backward(), Step(), Backward(), Read("norms", reader))
-    compare(run_with_trainer, Program(ops, strategy={"stage": stage}), pool_of)
+    *ops, reads = WITHOUT_STEP[when]
+    compare(run_with_trainer, Program((*ops, reads._replace(who=reader)), strategy={"stage": stage}), pool_of)

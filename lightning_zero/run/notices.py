@@ -36,7 +36,7 @@ class Notices:
     # Noticed on this rank. Changed only in place, by one call: a signal's handler may run in between, and add to it.
     here: set[Notice] = field(default_factory=set)
     anywhere: set[Notice] = field(default_factory=set)  # noticed on any rank, as of the last meeting
-    are_current: bool = False  # ranks have met in the current batch
+    are_current: bool = False  # ranks have met in the current batch, and since its last backward
     place: str = ""  # where this rank is in its run, in words
     left: str = ""  # what a step that has ended with an error has done here, in words
     ends: bool = False  # training ends, perhaps with the error of that step, which must stay the one that users see

@@ -189,6 +189,7 @@ class Reductions:
             self._clear()
             return
         self.stage = Stage.UNSETTLED
+        self.notices.are_current = False  # one rank may read these gradients alone: the others do not go on without it
         for shard in self.shards:  # what a next backward adds to `p.grad` before ranks agree is kept apart
             if shard.averaged.is_spread and self.steps is None:
                 for index in shard.used:
