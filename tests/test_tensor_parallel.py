@@ -3,7 +3,7 @@ data-parallel ranks."""
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,28 @@ def test_options_change_nothing_where_no_data_is_parallel(
 ) -> None:
     run, *_ = two_ranks.run(tensor_jobs.train, adam, TENSOR, stage, sequence=True, **tensor_jobs.UNITS, **options)
     assert_alike(run, expected(adam, 1))
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[RankPool]:
+    """Two replicas of two shards of two tensor-parallel ranks. With four ranks, replicas would hold whole parts, and be
+    one group with those that would divide them."""
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_of_what_shards_and_tensor_parallel_ranks_divide_train_as_one_process(
+    stage: int, eight_ranks: RankPool
+) -> None:
+    how: dict[str, Any] = {"accumulate": 2, "clip": "norm"}
+    runs = eight_ranks.run(
+        tensor_jobs.train, sgd, TENSOR, stage, sequence=True, replicate_size=2, **tensor_jobs.UNITS, **how
+    )
+    assert_alike(runs[0], expected(sgd, 4, **how))
+    for run in runs[1:]:
+        assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
 
 
 def test_compiled_blocks_train_as_eager_ones(two_ranks: RankPool) -> None:

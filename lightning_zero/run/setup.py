@@ -86,6 +86,6 @@ def set_up(
 def _refuse_steps_in_backward(optimizers: Sequence[Optimizer], partition: Partition, options: Options) -> None:
     if options.step_in_backward and (len(optimizers) > 1 or not partition.gradient):
         raise ValueError(
-            f"step_in_backward=True needs a single optimizer, which has {len(optimizers)} here, and gradients that "
-            "are sharded (stage=2 or 3). Leave step_in_backward out."
+            "step_in_backward=True needs gradients that are sharded (stage=2 or 3), and a single optimizer; here are "
+            f"{len(optimizers)}. Leave step_in_backward out."
         )
