@@ -439,7 +439,7 @@ def train(
         made: torch.optim.Optimizer = OfOneKind(model.parameters(), device.type)
     else:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        made = torch.optim.AdamW(trained, lr=1e-2, **{kernel: True})
+        made = torch.optim.AdamW(trained, lr=1e-2, **({} if kernel == "torch's choice" else {kernel: True}))
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
     if "units" in options:
@@ -498,6 +498,7 @@ def train(
     engine.catch_up()
     told = dict(waits)
     found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.loans.cache.units)}
+    found["fused"] = made.param_groups[0].get("fused")
     engine.close()
     if event == "a checkpoint is saved":
         assert path is not None

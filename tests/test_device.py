@@ -107,6 +107,16 @@ def test_each_option_has_the_cpus_bits(policy: str, options: dict[str, Any], sim
     assert_same(*train(sim_process, policy, ranks, **options))
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_torchs_choice_of_the_kernel_is_still_open_after_a_step_on_the_host(
+    in_backward: bool, sim_process: RankPool
+) -> None:
+    """Else the one that the host takes would be saved, and go to devices for which torch has another."""
+    setting = {"stage": 2, "kernel": "torch's choice", "offload": Offload("cpu"), "step_in_backward": in_backward}
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, sim_jobs.tower(), **setting)
+    assert [rank["fused"] for rank in found] == [None, None]
+
+
 PARTED = ActivationCheckpointing("Sequential", partition=True)
 PARTED_AWAY = ActivationCheckpointing("Sequential", partition=True, offload=True)
 PARTED_IN_ONE = ActivationCheckpointing("Sequential", partition=True, offload=True, contiguous=True)

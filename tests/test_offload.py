@@ -32,7 +32,7 @@ from lightning_zero.wire.local import LocalComm
 from models import assorted, clone, loss_of, weights
 from reference import Run
 from thread_world import ThreadWorld
-from unit_jobs import WIDTH, assert_as_on_one_device, on_engine, state_of, tower, x
+from unit_jobs import WIDTH, assert_as_on_one_device, state_of, tower, x
 from wrappers import Lookahead
 
 # The host's memory stands in for another tier than the "device", which is memory of the host here, too.
@@ -291,19 +291,6 @@ def test_offload_changes_no_bit_whoever_has_chosen_the_kernel(
     for tiers in ("optimizer on the host", "both on disk" if stage == 3 else "optimizer on disk"):
         found, _ = on_ranks(2, stage, make, offload=at(tiers, tmp_path))
         assert_same_run(found, expected)
-
-
-def test_torchs_choice_of_the_kernel_is_still_open_after_a_step() -> None:
-    """Else it would be saved, and go to devices for which torch has another."""
-
-    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> Any:
-        model(x(1.0)).sum().backward()
-        optimizer.step()
-        engine.catch_up()
-        return optimizer.state_dict()["param_groups"][0]["fused"]
-
-    offload = Offload(optimizer="cpu")
-    assert on_engine(tower(), act, 2, torch.optim.AdamW, offload=offload, machine=APART) == [None, None]
 
 
 @pytest.mark.parametrize(
