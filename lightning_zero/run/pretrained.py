@@ -25,7 +25,7 @@ from lightning_zero.run.construction import Construction, parameter_like
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.units import as_written
-from lightning_zero.torch_private import saved_tensors_in
+from lightning_zero.torch_private import buffers_in, edits_of, saved_tensors_in
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm, failing_together
 from lightning_zero.wording import few_of
@@ -59,7 +59,8 @@ def load_pretrained(
     """Loads the values in `path` into the parameters and persistent buffers of `module`, each in its own dtype. Call it
     on every rank. Where parameters rest as shards, every rank reads its part, and the model is never whole.
 
-    Tensors on the meta device are replaced, as `Module.to_empty` does, so call it before optimizers are made.
+    Tensors on the meta device are replaced, as `Module.to_empty` does, so call it before optimizers are made. Buffers
+    there that no file has get their values of the model's `_init_weights`, if it has one, as transformers' models do.
 
     Args:
         module: its `state_dict` has the names in the files. One name of a tied parameter is enough.
@@ -82,6 +83,8 @@ def load_pretrained(
     reading = nullcontext() if engine is None else engine.states.loading(lambda: None)
     with ExitStack() as opened, reading, failing_together(comm, "loading weights"):
         pairs, left = _match(module, Folder(path), opened, rename or (lambda name: name), strict)
+        with HOST, torch.no_grad():  # as a model is made; it may be loaded under another default device
+            _compute_unsaved(module, device)
         for target, source in sorted(pairs, key=lambda pair: pair[1].place):
             tensor = target.materialize(construction, device) if target.tensor.is_meta else target.tensor
             with torch.no_grad():
@@ -244,6 +247,28 @@ def _targets(module: Module) -> list[_Target]:
             target.names.append(as_written(f"{prefix}.{name}" if prefix else name))
             target.places.append((tensors, name))
     return list(found.values())
+
+
+def _compute_unsaved(module: Module, device: torch.device, model: Any = None) -> None:
+    """Gives values to buffers on the meta device that no file has, of rotary frequencies, say: transformers' models
+    compute them anew in `_init_weights`, which their own `from_pretrained` relies on. What nobody computes stays there.
+
+    Comes before parameters have memory: what is done to those, too, has then no effect.
+    """
+    if callable(getattr(module, "_init_weights", None)):
+        model = module
+    for child in module.children():
+        _compute_unsaved(child, device, model)
+    buffers, saved = buffers_in(module), {name for _, name, _ in saved_tensors_in(module)}
+    metas = {name: meta for name, meta in buffers.items() if meta is not None and meta.is_meta and name not in saved}
+    if not metas or model is None or not all(parameter.is_meta for parameter in module.parameters()):
+        return
+    made = {name: torch.empty_like(meta, device=device) for name, meta in metas.items()}
+    buffers.update(made)
+    model._init_weights(module)
+    for name, tensor in made.items():
+        if buffers[name] is tensor and not edits_of(tensor):  # any class may have a method of that name
+            buffers[name] = metas[name]
 
 
 def _match(
