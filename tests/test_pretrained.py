@@ -247,6 +247,22 @@ class Angles(nn.Linear):
         nn.init.zeros_(module.weight)
 
 
+class Around(nn.Sequential):
+    """Computes the rest for what it holds, as transformers' Falcon-H1 does."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            nn.init.ones_(module[0].unknown)
+
+
+def test_numbers_that_the_module_around_computes_are_found_there(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Around(Angles())
+    save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert_same_bits(dict(model.named_buffers()), {"0.known": torch.ones(2), "0.unknown": torch.ones(2)})
+
+
 def test_numbers_that_no_file_has_and_no_model_computes_are_named_at_set_up(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Angles())

@@ -36,6 +36,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CHUNK_BYTES = 1 << 20  # converted to another dtype or device at a time
 
 Rename = Callable[[str], str | None]
+_Place = tuple[MutableMapping[str, Any], str]  # a dictionary of tensors and a key
 
 
 class Left(NamedTuple):
@@ -221,7 +222,7 @@ class _Target:
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
-    places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)  # the dictionaries and the keys
+    places: list[_Place] = field(default_factory=list)
 
     def materialize(self, construction: Construction | None, device: torch.device) -> Tensor:
         """Replaces a tensor on the meta device by one with memory, which it returns."""
@@ -249,26 +250,31 @@ def _targets(module: Module) -> list[_Target]:
     return list(found.values())
 
 
-def _compute_unsaved(module: Module, device: torch.device, model: Any = None) -> None:
+def _compute_unsaved(module: Module, device: torch.device, model: Any = None) -> list[_Place]:
     """Gives values to buffers on the meta device that no file has, of rotary frequencies, say: transformers' models
-    compute them anew in `_init_weights`, which their own `from_pretrained` relies on. What nobody computes stays there.
+    compute them anew in `_init_weights`, which their own `from_pretrained` relies on. Returns where those are that
+    nobody computes: they stay there.
 
     Comes before parameters have memory: what is done to those, too, has then no effect.
     """
     if callable(getattr(module, "_init_weights", None)):
         model = module
-    for child in module.children():
-        _compute_unsaved(child, device, model)
+    unsaved = [place for child in module.children() for place in _compute_unsaved(child, device, model)]
     buffers, saved = buffers_in(module), {name for _, name, _ in saved_tensors_in(module)}
-    metas = {name: meta for name, meta in buffers.items() if meta is not None and meta.is_meta and name not in saved}
-    if not metas or model is None or not all(parameter.is_meta for parameter in module.parameters()):
-        return
-    made = {name: torch.empty_like(meta, device=device) for name, meta in metas.items()}
-    buffers.update(made)
+    unsaved += [(buffers, name) for name, it in buffers.items() if it is not None and it.is_meta and name not in saved]
+    if not unsaved or model is None or not all(parameter.is_meta for parameter in module.parameters()):
+        return unsaved
+    metas = [tensors[name] for tensors, name in unsaved]
+    made = [torch.empty_like(meta, device=device) for meta in metas]
+    for (tensors, name), tensor in zip(unsaved, made, strict=True):
+        tensors[name] = tensor
     model._init_weights(module)
-    for name, tensor in made.items():
-        if buffers[name] is tensor and not edits_of(tensor):  # any class may have a method of that name
-            buffers[name] = metas[name]
+    left = []
+    for (tensors, name), tensor, meta in zip(unsaved, made, metas, strict=True):
+        if tensors[name] is tensor and not edits_of(tensor):  # a class may do so in the module around, or not at all
+            tensors[name] = meta
+            left.append((tensors, name))
+    return left
 
 
 def _match(
