@@ -213,6 +213,76 @@ def test_what_transformers_save_is_what_it_was(stage: int, layout: str, tmp_path
         assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rotary_frequencies_that_no_file_has_are_those_of_from_pretrained(stage: int, tmp_path: Path) -> None:
+    seeded(lambda: transformers.LlamaForCausalLM(LLAMA)).save_pretrained(tmp_path)
+    expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+    def rank_main(comm: Comm) -> tuple[dict[str, Tensor], ...]:
+        with constructing(stage=stage, comm=comm) as construction, torch.device("meta"):
+            model = transformers.LlamaForCausalLM(LLAMA)
+            load_pretrained(model, tmp_path, comm=comm, construction=construction)
+        return dict(model.named_buffers()), Engine(model, [], stage=stage, comm=comm).states.full_model()
+
+    for buffers, state in on_ranks(2, rank_main):
+        assert_same_bits(buffers, dict(expected.named_buffers()))
+        assert_same_bits(state, expected.state_dict())
+
+
+LLAMA = transformers.LlamaConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+class Angles(nn.Linear):
+    """Has numbers that no file has, and can compute some of them."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("known", torch.ones(2), persistent=False)
+        self.register_buffer("unknown", torch.ones(2), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        nn.init.ones_(module.known)
+        nn.init.zeros_(module.weight)
+
+
+class Around(nn.Sequential):
+    """Computes the rest for what it holds, as transformers' Falcon-H1 does."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            nn.init.ones_(module[0].unknown)
+
+
+def test_numbers_that_the_module_around_computes_are_found_there(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Around(Angles())
+    save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert_same_bits(dict(model.named_buffers()), {"0.known": torch.ones(2), "0.unknown": torch.ones(2)})
+
+
+def test_numbers_that_no_file_has_and_no_model_computes_are_named_at_set_up(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Angles())
+    save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    load_pretrained(model, tmp_path, comm=LocalComm())
+    assert model[0].known.equal(torch.ones(2))
+    assert model[0].weight.equal(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"0\.unknown are on the meta device"):
+        Engine(model, [], stage=1, comm=LocalComm())
+
+
+def test_what_has_values_and_is_not_loaded_keeps_them_where_numbers_are_computed(tmp_path: Path) -> None:
+    model = Angles()
+    model.known = model.known.to("meta")
+    before = model.weight.detach().clone()
+    save_file({"bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    load_pretrained(model, tmp_path, comm=LocalComm(), strict=False)
+    assert model.weight.equal(before)
+
+
 def test_a_base_model_is_loaded_into_the_module_that_holds_it(tmp_path: Path) -> None:
     whole = save_gpt2(tmp_path, "1GB")
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from lightning_zero.run.construction import Construction, parameter_like
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.units import as_written
-from lightning_zero.torch_private import saved_tensors_in
+from lightning_zero.torch_private import buffers_in, edits_of, saved_tensors_in
 from lightning_zero.views.lazy import LazyTensor, Stored
 from lightning_zero.wire.comm import Comm, failing_together
 from lightning_zero.wording import few_of
@@ -36,6 +36,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CHUNK_BYTES = 1 << 20  # converted to another dtype or device at a time
 
 Rename = Callable[[str], str | None]
+_Place = tuple[MutableMapping[str, Any], str]  # a dictionary of tensors and a key
 
 
 class Left(NamedTuple):
@@ -59,7 +60,8 @@ def load_pretrained(
     """Loads the values in `path` into the parameters and persistent buffers of `module`, each in its own dtype. Call it
     on every rank. Where parameters rest as shards, every rank reads its part, and the model is never whole.
 
-    Tensors on the meta device are replaced, as `Module.to_empty` does, so call it before optimizers are made.
+    Tensors on the meta device are replaced, as `Module.to_empty` does, so call it before optimizers are made. Buffers
+    there that no file has get their values of the model's `_init_weights`, if it has one, as transformers' models do.
 
     Args:
         module: its `state_dict` has the names in the files. One name of a tied parameter is enough.
@@ -82,6 +84,8 @@ def load_pretrained(
     reading = nullcontext() if engine is None else engine.states.loading(lambda: None)
     with ExitStack() as opened, reading, failing_together(comm, "loading weights"):
         pairs, left = _match(module, Folder(path), opened, rename or (lambda name: name), strict)
+        with HOST, torch.no_grad():  # as a model is made; it may be loaded under another default device
+            _compute_unsaved(module, device)
         for target, source in sorted(pairs, key=lambda pair: pair[1].place):
             tensor = target.materialize(construction, device) if target.tensor.is_meta else target.tensor
             with torch.no_grad():
@@ -218,7 +222,7 @@ class _Target:
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
-    places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)  # the dictionaries and the keys
+    places: list[_Place] = field(default_factory=list)
 
     def materialize(self, construction: Construction | None, device: torch.device) -> Tensor:
         """Replaces a tensor on the meta device by one with memory, which it returns."""
@@ -244,6 +248,33 @@ def _targets(module: Module) -> list[_Target]:
             target.names.append(as_written(f"{prefix}.{name}" if prefix else name))
             target.places.append((tensors, name))
     return list(found.values())
+
+
+def _compute_unsaved(module: Module, device: torch.device, model: Any = None) -> list[_Place]:
+    """Gives values to buffers on the meta device that no file has, of rotary frequencies, say: transformers' models
+    compute them anew in `_init_weights`, which their own `from_pretrained` relies on. Returns where those are that
+    nobody computes: they stay there.
+
+    Comes before parameters have memory: what is done to those, too, has then no effect.
+    """
+    if callable(getattr(module, "_init_weights", None)):
+        model = module
+    unsaved = [place for child in module.children() for place in _compute_unsaved(child, device, model)]
+    buffers, saved = buffers_in(module), {name for _, name, _ in saved_tensors_in(module)}
+    unsaved += [(buffers, name) for name, it in buffers.items() if it is not None and it.is_meta and name not in saved]
+    if not unsaved or model is None or not all(parameter.is_meta for parameter in module.parameters()):
+        return unsaved
+    metas = [tensors[name] for tensors, name in unsaved]
+    made = [torch.empty_like(meta, device=device) for meta in metas]
+    for (tensors, name), tensor in zip(unsaved, made, strict=True):
+        tensors[name] = tensor
+    model._init_weights(module)
+    left = []
+    for (tensors, name), tensor, meta in zip(unsaved, made, metas, strict=True):
+        if tensors[name] is tensor and not edits_of(tensor):  # a class may do so in the module around, or not at all
+            tensors[name] = meta
+            left.append((tensors, name))
+    return left
 
 
 def _match(
