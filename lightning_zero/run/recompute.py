@@ -13,7 +13,7 @@ Calls are intercepted around everything that happens to parameters in them, so a
 as a forward does.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
 from lightning_zero.run.surrounding import Around
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import host_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception
@@ -215,7 +216,7 @@ class Buffers:
 
     def forget_unchanged(self) -> None:
         """Frees the copies for modules whose buffers the call, which is over, has not changed."""
-        self._before = [before for before in self._before if before.is_changed]
+        self._before = [before for before in self._before if before.is_changed(self._values)]
         wanted = {id(buffer) for before in self._before for buffer in before.buffers.values()}
         self._values = {key: value for key, value in self._values.items() if key in wanted}
 
@@ -242,12 +243,23 @@ class _Before(NamedTuple):
     buffers: dict[str, Tensor | None]
     versions: dict[str, int]
 
-    @property
-    def is_changed(self) -> bool:
+    def is_changed(self, values: Mapping[int, Tensor]) -> bool:
+        """Whether the module has others now, or not these `values` in them. Versions alone do not tell: torch counts no
+        edits through `buffer.data` (of a codebook, say), nor those by its kernels for fake quantization."""
         now = buffers_in(self.holder)
         if now.keys() != self.buffers.keys() or any(now[name] is not self.buffers[name] for name in now):
             return True
-        return any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
+        pairs = [(buffer, values[id(buffer)]) for buffer in self.buffers.values() if buffer is not None]
+        is_counted = any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
+        return is_counted or not all(_are_equal(buffer, before) for buffer, before in pairs)
+
+
+def _are_equal(buffer: Tensor, before: Tensor) -> bool:
+    """Whether two tensors have the same values, or none that can be compared (in a rehearsal, on the meta device)."""
+    try:
+        return torch.equal(local_of(buffer), local_of(before))
+    except RuntimeError:
+        return True
 
 
 @final
