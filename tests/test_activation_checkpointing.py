@@ -473,6 +473,21 @@ def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_for
         assert_same_bits(gradients(model), gradients(start))
 
 
+def with_scripted() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(8), torch.jit.script(nn.Linear(8, 8))) for _ in range(2)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_blocks_with_scripted_modules_recompute() -> None:
+    """torch lets parameters and buffers of these be neither added nor removed, and none of its errors pass through."""
+    plain, model = seeded(with_scripted), seeded(with_scripted)
+    attached(model, modules={nn.Sequential})
+    for one in (plain, model):
+        one(batch()).square().sum().backward()
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_same_bits(gradients(model), gradients(plain))
+
+
 def test_of_buffers_only_those_that_a_call_has_changed_are_kept_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks and tables of positions are large."""
     made: list[Buffers] = []
