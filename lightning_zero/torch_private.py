@@ -277,9 +277,20 @@ def versions_of(state: Any) -> MutableMapping[str, Any] | None:
 # -- optimizers
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Attributes of an optimizer with the hooks around its steps. They can be added, and not listed. Without it an
-optimizer that lacks them would fail in its first step, and a trial step would call users' hooks. Private:
-`_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`."""
+"""Attributes of an optimizer with the hooks around its steps. They can be added, and not listed. Without it a trial
+step would call users' hooks. Private: `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`."""
+
+OPTIMIZER_HOOKS = {*STEP_HOOKS, "_optimizer_load_state_dict_post_hooks"}
+"""Attributes of an optimizer with the hooks that an engine adds. Without it an optimizer that lacks one of them would
+fail when it is taken over. Private: `STEP_HOOKS`, `_optimizer_load_state_dict_post_hooks`."""
+
+
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the hooks that it lacks, as those do whose class does not call torch's constructor (timm's
+    Lookahead). torch does it to one that is unpickled, and nothing else does. Without it such an optimizer could not be
+    trained with. Private: see `OPTIMIZER_HOOKS`."""
+    if not vars(optimizer).keys() >= OPTIMIZER_HOOKS:
+        torch.optim.Optimizer.__setstate__(optimizer, {})
 
 
 def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> None:

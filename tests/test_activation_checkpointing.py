@@ -439,7 +439,8 @@ def test_buffers_change_once_and_a_recomputation_sees_them_as_they_were(policy: 
 
 
 class Counts(nn.Module):
-    """A layer that goes by a buffer, which it changes: in place, or by another; or its first call makes it."""
+    """A layer that goes by a buffer, which it changes: in place, where torch counts it or not, or by another; or its
+    first call makes it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -452,12 +453,14 @@ class Counts(nn.Module):
         calls = torch.ones(()) if before is None else before.clone()
         if self.how == "in place":
             self.calls += 1
+        elif self.how == "in place, uncounted":
+            self.calls.data += 1
         else:
             self.register_buffer("calls", calls + 1)
         return torch.tanh(self.layer(x) * calls)
 
 
-@pytest.mark.parametrize("how", ["in place", "another", "made", "registered"])
+@pytest.mark.parametrize("how", ["in place", "in place, uncounted", "another", "made", "registered"])
 def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_forward(how: str) -> None:
     start = nn.ModuleList([jobs.Block(seeded(lambda: Counts(how)))])
     model = copy.deepcopy(start)
@@ -468,6 +471,21 @@ def test_each_of_two_backwards_of_a_graph_recomputes_with_the_buffers_of_its_for
         model.zero_grad()
         output.backward(retain_graph=True)
         assert_same_bits(gradients(model), gradients(start))
+
+
+def with_scripted() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.BatchNorm1d(8), torch.jit.script(nn.Linear(8, 8))) for _ in range(2)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_blocks_with_scripted_modules_recompute() -> None:
+    """torch lets parameters and buffers of these be neither added nor removed, and none of its errors pass through."""
+    plain, model = seeded(with_scripted), seeded(with_scripted)
+    attached(model, modules={nn.Sequential})
+    for one in (plain, model):
+        one(batch()).square().sum().backward()
+    assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_same_bits(gradients(model), gradients(plain))
 
 
 def test_of_buffers_only_those_that_a_call_has_changed_are_kept_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:

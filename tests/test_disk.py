@@ -1,8 +1,10 @@
 """The file in which tensors rest."""
 
 import errno
+import gc
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,16 @@ def test_what_is_written_is_read_whatever_is_still_under_way(tmp_path: Path) -> 
     disk.read(start, found)
     assert found.eq(19.0).all()
     disk.close()
+
+
+def test_a_disk_that_nobody_has_any_more_leaves_no_file_open(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        disk = Disk(tmp_path)
+        disk.close()
+        del disk
+        gc.collect()
+    assert not [warning for warning in caught if issubclass(warning.category, ResourceWarning)]
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2])

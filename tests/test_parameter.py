@@ -3,11 +3,12 @@
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
@@ -187,6 +188,42 @@ def test_a_two_byte_module_sees_fp32_where_autocast_is_off() -> None:
             assert torch.equal(model.blocks[0]["up"](x), plain.blocks[0]["up"](x))
 
     on_two_ranks(2, torch.bfloat16, island)
+
+
+class Saves(torch.autograd.Function):
+    """Computes in backward with a weight that it has saved, as adjoint methods do (neural ODEs)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seen = seen
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.seen.append(weight.clone())
+        grad = grads[0].to(weight.dtype)
+        return grad @ weight, grad.t() @ x, None
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
+def test_a_weight_that_a_function_of_the_users_saves_has_its_declared_values(
+    stage: int, dtype: torch.dtype | None
+) -> None:
+    def save(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        x, seen = torch.linspace(-1, 1, 30).view(3, 10), list[Tensor]()
+        for each, forward in ((model, engine.forward()), (plain, nullcontext())):
+            with forward, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is not None):
+                loss = Saves.apply(x, each.blocks[0]["up"].weight, seen).square().sum()
+            loss.backward()
+        found, expected = seen
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+        assert torch.equal(model.blocks[0]["up"].weight.grad + 0, plain.blocks[0]["up"].weight.grad)
+
+    on_two_ranks(stage, dtype, save)
 
 
 def test_two_byte_weights_do_rest_in_two_bytes() -> None:

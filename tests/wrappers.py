@@ -1,5 +1,6 @@
 """Optimizers that wrap others, keep state under other keys, or have modes; from the formulas of their papers."""
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -180,11 +181,22 @@ class ScheduleFree(Optimizer):
         return loss
 
 
+class Unmade(LookaheadApart):
+    """Has made itself without torch's help, as timm's Lookahead: of torch's hooks it has those around a step."""
+
+    def __init__(self, base: Optimizer, k: int = 2, alpha: float = 0.5) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.k, self.alpha = base, k, alpha
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
+        for group in self.param_groups:
+            group["lookahead"] = 0
+
+
 class Bare(LookaheadApart):
-    """Has made itself without torch's help."""
+    """Has made itself without torch's help, and has nothing that torch's optimizers have but parameters and state."""
 
     def __init__(self, base: Optimizer) -> None:
-        self.base, self.defaults, self.param_groups, self.state = base, base.defaults, base.param_groups, base.state
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
 
 
 class Hoarder(torch.optim.SGD):
@@ -207,6 +219,7 @@ def momentum(parameters: Any) -> Optimizer:
 WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "Lookahead": lambda parameters: Lookahead(adamw(parameters)),
     "LookaheadApart": lambda parameters: LookaheadApart(momentum(parameters)),
+    "Unmade": lambda parameters: Unmade(momentum(parameters)),
     "SAM": lambda parameters: SAM(parameters, momentum),
     "ScheduleFree": ScheduleFree,
 }

@@ -13,8 +13,8 @@ Calls are intercepted around everything that happens to parameters in them, so a
 as a forward does.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
 from lightning_zero.run.surrounding import Around
+from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import host_of
 from lightning_zero.shards.options import Options
 from lightning_zero.shards.slot import no_interception
-from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions
+from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions, scripted
 from lightning_zero.tiers.activations import ActivationStore, version_of
 from lightning_zero.tiers.ledger import Ledger, Place
 from lightning_zero.torch_private import (
@@ -120,7 +121,10 @@ class Recompute:
         if self._is_inside or not _records_gradients(module, args, kwargs):
             return function(*args, **kwargs)
         call = _Call(self, name, module, function, (args, kwargs))
-        return checkpoint(call, *self._anchors, use_reentrant=False)
+        # Torch ends a recomputation by an error, once it has all values: TorchScript would pass on one of its own.
+        ends_early = next(scripted(module), None) is None
+        with nullcontext() if ends_early else set_checkpoint_early_stop(False):
+            return checkpoint(call, *self._anchors, use_reentrant=False)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -188,10 +192,13 @@ class Weights:
 
 def _show(held: MutableMapping[str, Any], others: dict[str, Any]) -> None:
     """Gives a module other parameters or buffers in place of those `held`. What has them already is not touched:
-    compiled code would be compiled again."""
-    if held.keys() != others.keys() or any(held[name] is not others[name] for name in others):
+    compiled code would be compiled again. Of a scripted module names can be given others, and neither come nor go."""
+    if list(held.keys()) != list(others):
         held.clear()
         held.update(others)
+    for name, other in others.items():
+        if held[name] is not other:
+            held[name] = other
 
 
 @final
@@ -215,7 +222,7 @@ class Buffers:
 
     def forget_unchanged(self) -> None:
         """Frees the copies for modules whose buffers the call, which is over, has not changed."""
-        self._before = [before for before in self._before if before.is_changed]
+        self._before = [before for before in self._before if before.is_changed(self._values)]
         wanted = {id(buffer) for before in self._before for buffer in before.buffers.values()}
         self._values = {key: value for key, value in self._values.items() if key in wanted}
 
@@ -242,12 +249,25 @@ class _Before(NamedTuple):
     buffers: dict[str, Tensor | None]
     versions: dict[str, int]
 
-    @property
-    def is_changed(self) -> bool:
+    def is_changed(self, values: Mapping[int, Tensor]) -> bool:
+        """Whether the module has others now, or not these `values` in them. Versions alone do not tell: torch counts no
+        edits through `buffer.data` (of a codebook, say), nor those by its kernels for fake quantization."""
         now = buffers_in(self.holder)
-        if now.keys() != self.buffers.keys() or any(now[name] is not self.buffers[name] for name in now):
+        if list(now.keys()) != list(self.buffers) or any(
+            now[name] is not buffer for name, buffer in self.buffers.items()
+        ):
             return True
-        return any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
+        pairs = [(buffer, values[id(buffer)]) for buffer in self.buffers.values() if buffer is not None]
+        is_counted = any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
+        return is_counted or not all(_are_equal(buffer, before) for buffer, before in pairs)
+
+
+def _are_equal(buffer: Tensor, before: Tensor) -> bool:
+    """Whether two tensors have the same values, or none that can be compared (in a rehearsal, on the meta device)."""
+    try:
+        return torch.equal(local_of(buffer), local_of(before))
+    except RuntimeError:
+        return True
 
 
 @final

@@ -167,6 +167,8 @@ class SavedParameters:
                 _check_version(parameter, saved.version)
         if isinstance(saved, _Itself):
             self._gather(saved.unit, saved.is_recomputed)
+            if saved.slot.group.kind.upcasts:  # a function of the user's has saved it, and expects the declared dtype
+                return parameter.lender.declared_of(saved.slot)  # type: ignore[attr-defined]
             with no_interception():
                 return parameter.detach()
         flat, start = None if saved.edition is None else saved.edition.kept, 0

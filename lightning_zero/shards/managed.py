@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.slot import slot_of
-from lightning_zero.torch_private import STEP_HOOKS, parameters_in
+from lightning_zero.torch_private import complete, parameters_in
 from lightning_zero.wording import few_of
 
 
@@ -40,11 +40,13 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     named = dict(module.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
-        if vars(optimizer).keys().isdisjoint(STEP_HOOKS):
+        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "defaults"):
             raise ValueError(
-                f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
-                "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."
+                f"Optimizer {number} ({type(optimizer).__name__}) cannot be given torch's hooks, in which its "
+                "parameters become what this rank owns. Derive it from torch.optim.Optimizer, and have __init__ call "
+                "super().__init__(params, defaults) first."
             )
+        complete(optimizer)
         for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if id(parameter) not in known:
                 raise ValueError(

@@ -7,6 +7,7 @@ compiled. It has no name from the moment it is open, so nothing is left, however
 import errno
 import os
 import tempfile
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,7 @@ class Disk:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 -- open as long as this is
         except OSError as error:
             raise DiskError(f"Offload(path={str(folder)!r}): no file can be made there: {_said(error)}.") from error
+        weakref.finalize(self, self._file.close)  # else Python warns of a file that was left open
         self.size = 0  # bytes
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # bytes -> starts of free ranges of that size
         self._reader = ThreadPoolExecutor(1, "read ahead")
