@@ -25,6 +25,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
+from lightning_zero.device import is_host
 from lightning_zero.run.surrounding import Around
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import host_of
@@ -250,24 +251,22 @@ class _Before(NamedTuple):
     versions: dict[str, int]
 
     def is_changed(self, values: Mapping[int, Tensor]) -> bool:
-        """Whether the module has others now, or not these `values` in them. Versions alone do not tell: torch counts no
-        edits through `buffer.data` (of a codebook, say), nor those by its kernels for fake quantization."""
+        """Whether the module has others now, or not these `values` in them."""
         now = buffers_in(self.holder)
-        if list(now.keys()) != list(self.buffers) or any(
-            now[name] is not buffer for name, buffer in self.buffers.items()
-        ):
+        names = list(now.keys())  # a scripted module cannot be iterated over
+        if names != list(self.buffers) or any(now[name] is not self.buffers[name] for name in names):
             return True
         pairs = [(buffer, values[id(buffer)]) for buffer in self.buffers.values() if buffer is not None]
         is_counted = any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
-        return is_counted or not all(_are_equal(buffer, before) for buffer, before in pairs)
+        return is_counted or any(_is_edited(buffer, before) for buffer, before in pairs)
 
 
-def _are_equal(buffer: Tensor, before: Tensor) -> bool:
-    """Whether two tensors have the same values, or none that can be compared (in a rehearsal, on the meta device)."""
-    try:
-        return torch.equal(local_of(buffer), local_of(before))
-    except RuntimeError:
-        return True
+def _is_edited(buffer: Tensor, before: Tensor) -> bool:
+    """Whether a buffer has other values than `before`. Versions do not tell: torch counts no edits through
+    `buffer.data` (of a codebook, say), nor those by its kernels for fake quantization. Looked for on the host alone: it
+    would wait for a device, in each call of a block."""
+    mine, theirs = local_of(buffer), local_of(before)
+    return is_host(mine.device) and not torch.equal(mine, theirs)
 
 
 @final
