@@ -17,6 +17,7 @@ from lightning_zero.shards.probe import (
     BY_TENSOR,
     NESTED,
     NOTHING,
+    goes_by_loss,
     why_not_in_pieces,
 )
 
@@ -46,6 +47,8 @@ def choose_stepped(
             blocked.append(optimizer)
         if reason == BY_RANKS and asked != "element":
             raise ValueError(_why_not_among_ranks(kind))
+        if asked == "auto" and reason in (None, BY_BLOCK, BY_TENSOR, NESTED) and goes_by_loss(optimizer, device):
+            raise ValueError(_why_not_by_loss(kind))
         if reason == BY_CHANCE:
             _warn_or_refuse_chance(kind, asked)
         elif reason == NESTED and asked in ("element", "block"):
@@ -87,6 +90,15 @@ def _why_not_among_ranks(kind: str) -> str:
         f"{kind} {BY_RANKS}, which step other parts of the parameters here, or other ones: it would mix them. "
         "Gradients are averaged before the step, and its work is divided among the ranks, so leave both out of it "
         "(torch.optim.Muon needs neither), or use stage=0; or, if what it asks is none of that, granularity='element'."
+    )
+
+
+def _why_not_by_loss(kind: str) -> str:
+    return (
+        f"{kind} goes by the loss that its closure returns, which is another one on each rank: here each would step "
+        "its parts by its own, and under DDP ranks train apart. Use stage=0, or another optimizer; or, if the loss is "
+        "the same on every rank, or step() is given no closure, granularity='tensor' (or 'element', if it steps each "
+        "element by itself)."
     )
 
 
