@@ -180,6 +180,53 @@ class ScheduleFree(Optimizer):
         return loss
 
 
+class Averages(torch.optim.SGD):
+    """Averages weights, and shows the averages in evaluation. After a step it takes it that every parameter has one."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["shows"] = "weights"
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("average", p.detach().clone()).lerp_(p.detach(), 0.5)
+        return loss
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._show("averages", lambda p, state: state.update(weights=p.clone()) or state["average"])
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._show("weights", lambda p, state: state["weights"])
+
+    def _show(self, what: str, value: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+        for group in self.param_groups:
+            if group.get("shows", what) != what:
+                group["shows"] = what
+                for p in group["params"]:
+                    p.copy_(value(p, self.state[p]))
+
+
+class PartlyMade(LookaheadApart):
+    """Has torch's tables of hooks, and none of them around its step: it has made itself, as timm's Lookahead does."""
+
+    def __init__(self, base: Optimizer) -> None:
+        vars(self).update(vars(base) | {"base": base, "k": 2, "alpha": 0.5})
+
+
+class Counts(torch.optim.SGD):
+    """Keeps the count of its steps under a name, as a tensor with a dimension: MADGRAD (2101.11075) does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluated(closure)
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(self.state["k"])
+        super().step()
+        return loss
+
+
 class Bare(LookaheadApart):
     """Has made itself without torch's help."""
 
@@ -209,4 +256,6 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "LookaheadApart": lambda parameters: LookaheadApart(momentum(parameters)),
     "SAM": lambda parameters: SAM(parameters, momentum),
     "ScheduleFree": ScheduleFree,
+    "Averages": lambda parameters: Averages(parameters, lr=0.1, momentum=0.9),
+    "Counts": lambda parameters: Counts(parameters, lr=0.1),
 }

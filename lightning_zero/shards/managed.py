@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
 from lightning_zero.shards.slot import slot_of
+from lightning_zero.shards.trial import unhooked
 from lightning_zero.torch_private import STEP_HOOKS, parameters_in
 from lightning_zero.wording import few_of
 
@@ -40,10 +41,12 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     named = dict(module.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
-        if vars(optimizer).keys().isdisjoint(STEP_HOOKS):
+        # Torch puts hooks around `step` of a class where it makes an object of it.
+        if vars(optimizer).keys().isdisjoint(STEP_HOOKS) or unhooked(step := type(optimizer).step) is step:
             raise ValueError(
-                f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks, in which its parameters "
-                "become what this rank owns. Have its __init__ call super().__init__(params, defaults) first."
+                f"Optimizer {number} ({type(optimizer).__name__}) has none of torch's hooks around its step, in which "
+                "its parameters become what this rank owns. Have its __init__ call super().__init__(params, defaults) "
+                "first."
             )
         for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if id(parameter) not in known:
