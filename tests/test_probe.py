@@ -177,6 +177,30 @@ def test_what_goes_by_the_loss_is_refused_unless_the_user_knows_that_it_is_the_s
         ThreadWorld(2).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
 
 
+class MovesFirst(SGD):
+    """Takes gradients at a point further on, where it goes before it calls its closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        for p in parameters:
+            p.add_(self.state[p].setdefault("ahead", torch.zeros_like(p)))
+        loss = torch.enable_grad()(closure)()
+        for p in parameters:
+            if p.grad is not None:
+                p.sub_(self.state[p]["ahead"])
+                self.state[p]["ahead"] = -0.1 * p.grad
+                p.add_(self.state[p]["ahead"])
+        return loss
+
+
+@pytest.mark.parametrize("granularity", ["auto", "tensor"])
+def test_what_moves_weights_before_it_calls_its_closure_is_refused_with_the_remedy(granularity: Any) -> None:
+    optimizer = MovesFirst(parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"MovesFirst changes weights.*before it calls its closure.*stage=0"):
+        choose_stepped([optimizer], Options(granularity=granularity), False, HOST)
+
+
 class Noisy(SGD):
     """Langevin dynamics, by a source of random numbers."""
 

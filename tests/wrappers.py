@@ -208,6 +208,15 @@ class Averages(torch.optim.SGD):
                     p.copy_(value(p, self.state[p]))
 
 
+class WithoutLoadHooks(LookaheadApart):
+    """Has torch's hooks around its step, and no table for those of loading, which the wrapped optimizer does."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base)
+        for name in [name for name in vars(self) if "load_state_dict" in name]:
+            delattr(self, name)
+
+
 class PartlyMade(LookaheadApart):
     """Has torch's tables of hooks, and none of them around its step: it has made itself, as timm's Lookahead does."""
 
@@ -256,6 +265,7 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "LookaheadApart": lambda parameters: LookaheadApart(momentum(parameters)),
     "SAM": lambda parameters: SAM(parameters, momentum),
     "ScheduleFree": ScheduleFree,
+    "WithoutLoadHooks": lambda parameters: WithoutLoadHooks(momentum(parameters)),
     "Averages": lambda parameters: Averages(parameters, lr=0.1, momentum=0.9),
     "Counts": lambda parameters: Counts(parameters, lr=0.1),
 }

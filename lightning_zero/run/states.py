@@ -5,25 +5,36 @@ A *full* state is what one device would have. A *spread* state holds lazy entrie
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.checkpoint.spread import ModelValues, SpreadParameter, SpreadPart
 from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
 from lightning_zero.shards.local import whole_of
+from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import renamed
 from lightning_zero.torch_private import tree_map_only
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import failing_together
 from lightning_zero.wire.mesh import Mesh
+
+
+def _after_loading(optimizer: Optimizer, hook: Callable[[Optimizer], None]) -> RemovableHandle:
+    """Has `hook` called after each `load_state_dict`. Some wrappers have made themselves without torch's table of such
+    hooks, and have what they wrap load."""
+    for one in wrapped_in(optimizer):
+        with suppress(AttributeError):
+            return one.register_load_state_dict_post_hook(hook)
+    return optimizer.register_load_state_dict_post_hook(hook)
 
 
 @final
@@ -43,8 +54,7 @@ class States:
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()
-        cuts = self._optimizers.items()
-        self._hooks = [optimizer.register_load_state_dict_post_hook(state.cut_loaded) for optimizer, state in cuts]
+        self._hooks = [_after_loading(optimizer, state.cut_loaded) for optimizer, state in self._optimizers.items()]
 
     def leave(self) -> None:
         """Leaves the optimizers to the user: what they load from here on stays as it is."""

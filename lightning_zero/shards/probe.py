@@ -193,6 +193,21 @@ def goes_by_loss(optimizer: Optimizer, device: torch.device = HOST) -> bool:
     return False
 
 
+def acts_before_closure(optimizer: Optimizer, device: torch.device = HOST) -> bool:
+    """Whether a step of an optimizer, which steps on `device`, changes weights, or makes state of them, before it calls
+    its closure, found by steps on small tensors."""
+    if is_element_wise(optimizer):
+        return False
+    for bench in _benches(device):
+        with trying(optimizer), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+            values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
+            trial = Trial(optimizer, values, lambda tensor, _: tensor)
+            for number in range(2):
+                trial.step(_gradients(optimizer, number, bench))
+            return trial.acts_before_closure
+    return False
+
+
 def calls_closure_again(optimizer: Optimizer, device: torch.device = HOST) -> bool:
     """Whether an optimizer, which steps on `device`, calls the closure several times in a step, found by a step on
     small tensors."""

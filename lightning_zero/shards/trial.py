@@ -83,6 +83,7 @@ class Trial:
         left = iter(self._stepped)
         self.optimizer = trial_of(optimizer, [[next(left) for _ in group] for group in values])
         _begin_state(optimizer, self.optimizer)
+        self.acts_before_closure = False  # any of its steps has changed tensors, or made state of them, by then
         self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by id of the dictionary and key
 
     def _cut(self, groups: Groups) -> list[Tensor | None]:
@@ -93,7 +94,7 @@ class Trial:
         for parameter, grad in zip(self._stepped, self._cut(gradients), strict=True):
             parameter.grad = None if grad is None else grad.clone()
         self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self.optimizer)}
-        _step(self.optimizer, loss)
+        self.acts_before_closure |= _step(self.optimizer, loss)
         for parameter, value in zip(self._stepped, self._values, strict=True):
             if value is not None:
                 value.copy_(parameter)
@@ -188,12 +189,16 @@ def _alike(value: Any, known: Tensor, tried: Tensor) -> Any:
     return copy.deepcopy(value)
 
 
-def _step(trial: Optimizer, loss_before: float) -> None:
+def _step(trial: Optimizer, loss_before: float) -> bool:
+    """Takes a step. Returns whether it changes tensors, or makes state of them, before it calls its closure."""
     given = [(p, p.grad, p.clone()) for group in trial.param_groups for p in group["params"] if p.grad is not None]
+    had_state, early = [len(one.state.get(p, ())) for one in wrapped_in(trial) for p, *_ in given], list[bool]()
 
     def closure() -> Tensor:
         """A quadratic loss, which has the given gradients at the start. Where SAM moves to there are others, and a line
         search gets somewhere, as it would not where the loss is constant."""
+        has_state = [len(one.state.get(p, ())) for one in wrapped_in(trial) for p, *_ in given]
+        early.append(has_state != had_state or not all(p.equal(before) for p, _, before in given))
         loss = given[0][0].new_full((), loss_before)
         for parameter, grad, before in given:
             way = parameter.detach() - before
@@ -206,6 +211,7 @@ def _step(trial: Optimizer, loss_before: float) -> None:
         step(trial, closure)  # as in training by the Trainer; some need it, others go by the loss
     except Exception:
         step(trial)
+    return any(early[:1])
 
 
 def trial_of(optimizer: Optimizer, groups: Groups) -> Optimizer:
