@@ -72,6 +72,16 @@ def test_a_number_of_all_parameters_that_a_group_keeps_to_act_on_later_is_found_
     assert why_not_in_pieces(Remembers(parameters())) == BY_ALL
 
 
+def test_a_number_that_says_how_many_elements_there_are_is_no_sum_over_all() -> None:
+    class Sized(SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["size"] = sum(p.numel() for p in group["params"])
+            return super().step(closure)
+
+    assert why_not_in_pieces(Sized(parameters(), lr=0.1)) is None
+
+
 class Late(ByFormula):
     """Steps by the gradient of ten steps ago, over its largest element."""
 

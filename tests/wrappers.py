@@ -217,6 +217,24 @@ class WithoutLoadHooks(LookaheadApart):
             delattr(self, name)
 
 
+class GroupsOfBase(LookaheadApart):
+    """Its groups are a property, those of the optimizer that it wraps and has as `optimizer`, as Lightning has its."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        own = {"base": optimizer, "optimizer": optimizer, "k": 2, "alpha": 0.5, "defaults": optimizer.defaults}
+        self.__setstate__(own | {"state": optimizer.state})  # has torch's hooks, as unpickled ones have
+        for group in self.param_groups:
+            group["lookahead"] = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.state = self.base.state
+
+
 class PartlyMade(LookaheadApart):
     """Has torch's tables of hooks, and none of them around its step: it has made itself, as timm's Lookahead does."""
 
@@ -265,6 +283,7 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "LookaheadApart": lambda parameters: LookaheadApart(momentum(parameters)),
     "SAM": lambda parameters: SAM(parameters, momentum),
     "ScheduleFree": ScheduleFree,
+    "GroupsOfBase": lambda parameters: GroupsOfBase(momentum(parameters)),
     "WithoutLoadHooks": lambda parameters: WithoutLoadHooks(momentum(parameters)),
     "Averages": lambda parameters: Averages(parameters, lr=0.1, momentum=0.9),
     "Counts": lambda parameters: Counts(parameters, lr=0.1),

@@ -23,7 +23,7 @@ def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and those that it wraps, as Lookahead and SAM do."""
     found = [optimizer]
     for one in found:
-        inner = [value for value in vars(one).values() if isinstance(value, Optimizer)]
+        inner = {id(value): value for value in vars(one).values() if isinstance(value, Optimizer)}.values()
         found += [other for other in inner if not any(other is known for known in found)]
     return found
 

@@ -242,7 +242,8 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         # A scheduler wraps `step` of the optimizer itself, an engine `train` and `eval`, Fabric's strategy the last.
         if name in own or name in ("step", "train", "eval", "load_state_dict"):
             continue
-        own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
+        is_new = isinstance(value, Optimizer) and id(value) not in memo  # a wrapper may have one under two names
+        own[name] = _copied(value, memo) if is_new else copy.deepcopy(value, memo)
     for group in trial.param_groups:
         lr = group.get("lr")  # None where a scheduler sets it later
         if isinstance(lr, Tensor):
