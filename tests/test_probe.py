@@ -252,6 +252,21 @@ def test_what_draws_random_numbers_is_told_from_what_looks_at_all_parameters(sou
     assert (pickle.dumps(np.random.get_state()), random.getstate()) == before[1:], "training's own are left alone"
 
 
+class RoundsByChance(SGD):
+    """Rounds gradients up or down by chance, but leaves those in fp64 as they are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.dtype != torch.float64:
+                p.grad.copy_((p.grad * 256 + torch.rand_like(p)).floor() / 256)
+        super().step()
+
+
+def test_what_draws_random_numbers_in_fp32_alone_is_found_to_draw_some() -> None:
+    assert why_not_in_pieces(RoundsByChance(parameters(), lr=0.1)) == "draws random numbers"
+
+
 class Interrupted(SGD):
     """During all of its steps but one another thread draws a number: one that loads data, say."""
 
