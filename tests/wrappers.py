@@ -254,6 +254,18 @@ class Counts(torch.optim.SGD):
         return loss
 
 
+class CountsInTable(torch.optim.SGD):
+    """Keeps the count of its steps in a dictionary of its own: heavyball's do."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss, table = evaluated(closure), vars(self).setdefault("table", {"steps": 0})
+        table["steps"] += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / table["steps"]
+        super().step()
+        return loss
+
+
 class Bare(LookaheadApart):
     """Has made itself without torch's help."""
 
@@ -286,5 +298,6 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "GroupsOfBase": lambda parameters: GroupsOfBase(momentum(parameters)),
     "WithoutLoadHooks": lambda parameters: WithoutLoadHooks(momentum(parameters)),
     "Averages": lambda parameters: Averages(parameters, lr=0.1, momentum=0.9),
+    "CountsInTable": lambda parameters: CountsInTable(parameters, lr=0.1),
     "Counts": lambda parameters: Counts(parameters, lr=0.1),
 }
