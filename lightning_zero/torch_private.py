@@ -286,10 +286,10 @@ fail when it is taken over. Private: `STEP_HOOKS`, `_optimizer_load_state_dict_p
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer the hooks that it lacks, as those do whose class does not call torch's constructor (timm's
-    Lookahead). torch does it to one that is unpickled, and nothing else does. Without it such an optimizer could not be
-    trained with. Private: see `OPTIMIZER_HOOKS`."""
-    if not vars(optimizer).keys() >= OPTIMIZER_HOOKS:
+    """Gives an optimizer the hooks that it lacks, and its class those around `step`, as those do whose class does not
+    call torch's constructor (timm's Lookahead). torch does it to one that is unpickled, and nothing else does. Without
+    it such an optimizer could not be trained with. Private: see `OPTIMIZER_HOOKS`."""
+    if not (vars(optimizer).keys() >= OPTIMIZER_HOOKS and getattr(type(optimizer).step, "hooked", False)):
         torch.optim.Optimizer.__setstate__(optimizer, {})
 
 

@@ -3,6 +3,7 @@
 import pickle
 import random
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import count
 from threading import Lock, Thread
 from typing import Any
@@ -55,6 +56,161 @@ def test_a_number_of_a_whole_tensor_that_is_kept_to_act_on_later_is_found_before
     assert why_not_in_pieces(Patient(parameters())) == BY_TENSOR
 
 
+class Remembers(ByFormula):
+    """Keeps the largest norm of all parameters in its group, to act on much later."""
+
+    def step(self, closure: Any = None) -> None:
+        size = float(sum(p.grad.square().sum() for p in self.param_groups[0]["params"] if p.grad is not None))
+        self.param_groups[0]["largest"] = max(size, self.param_groups[0].get("largest", 0.0))
+        super().step(closure)
+
+    def change(self, p: Tensor, state: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        return p.grad
+
+
+def test_a_number_of_all_parameters_that_a_group_keeps_to_act_on_later_is_found_before_that() -> None:
+    assert why_not_in_pieces(Remembers(parameters())) == BY_ALL
+
+
+def test_a_number_that_says_how_many_elements_there_are_is_no_sum_over_all() -> None:
+    class Sized(SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["size"] = sum(p.numel() for p in group["params"])
+            return super().step(closure)
+
+    assert why_not_in_pieces(Sized(parameters(), lr=0.1)) is None
+
+
+class Late(ByFormula):
+    """Steps by the gradient of ten steps ago, over its largest element."""
+
+    def change(self, p: Tensor, state: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        state["seen"] = [*state.get("seen", []), p.grad.clone()]
+        if len(state["seen"]) <= 10:
+            return torch.zeros_like(p)
+        old = state["seen"].pop(0)
+        return old / (old.abs().max() + 1e-8)
+
+
+def test_what_changes_nothing_in_its_first_steps_is_tried_for_longer() -> None:
+    assert why_not_in_pieces(Late(parameters())) == BY_TENSOR
+
+
+class Begun(ByFormula):
+    """Makes its state at construction, also some that is no parameter's."""
+
+    def __init__(self, parameters: Iterable[Any], change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(parameters)
+        self.changed, self.state["steps"] = change, torch.zeros(1)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(begin=p.detach().clone(), total=torch.full_like(p, 0.1), steps=0)
+
+    def change(self, p: Tensor, state: dict[str, Any]) -> Tensor:  # type: ignore[override]
+        state["total"].add_(p.grad.square())
+        return self.changed(p.grad / state["total"].sqrt() + 0.1 * (p - state["begin"]))
+
+
+def test_what_makes_state_at_construction_is_tried_with_the_like() -> None:
+    assert why_not_in_pieces(Begun(parameters(), lambda update: update)) is None
+    assert why_not_in_pieces(Begun(parameters(), lambda update: update / update.norm())) == BY_TENSOR
+    drawn = Begun(parameters(), lambda update: update)
+    drawn.state[drawn.param_groups[0]["params"][0]]["mask"] = torch.rand(30, 20) > 0.5
+    assert "could not be tried on small tensors" in str(why_not_in_pieces(drawn)), "what it would be cannot be told"
+
+
+class Asks(SGD):
+    """Refuses a step without a closure, by an error of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("Asks needs a closure")
+        return super().step(closure)
+
+
+class Single(SGD):
+    """Keeps an average in fp32, whatever the parameter's dtype, in a way that takes no other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p, dtype=torch.float32))
+                p.sub_(mean.lerp_(p.grad, 0.1), alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", [Asks, Single])
+def test_what_steps_with_a_closure_only_or_in_fp32_only_can_be_tried(kind: Any) -> None:
+    assert why_not_in_pieces(kind(parameters(), lr=0.1)) is None
+
+
+class Preconditions(SGD):
+    largest = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.numel():
+                type(self).largest = max(self.largest, *p.shape) if p.dim() else self.largest
+                p.sub_(p.grad / p.grad.norm())
+        assert self.largest > 0
+
+
+def test_what_looks_at_whole_tensors_takes_no_step_on_ones_whose_square_is_large() -> None:
+    with patch.object(Preconditions, "largest", 0), patch("lightning_zero.shards.probe.trying", nullcontext):
+        assert why_not_in_pieces(Preconditions(parameters(), lr=0.1)) == BY_TENSOR
+        assert 0 < Preconditions.largest <= 600
+
+
+class ByLoss(SGD):
+    """Polyak's step: the loss over the squared gradient of each element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad * loss / (p.grad.square() + 1.0))
+        return loss
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_goes_by_the_loss_is_refused_unless_the_user_knows_that_it_is_the_same_on_every_rank(stage: int) -> None:
+    def set_up(comm: Comm, **options: Any) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = ByLoss(model.parameters(), lr=0.1)
+        Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options)).close()
+
+    with pytest.raises(ValueError, match=r"ByLoss goes by the loss that its closure returns.*train apart.*stage=0"):
+        ThreadWorld(2).run(set_up)
+    for granularity in ("element", "tensor"):
+        ThreadWorld(2).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
+
+
+class MovesFirst(SGD):
+    """Takes gradients at a point further on, where it goes before it calls its closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        for p in parameters:
+            p.add_(self.state[p].setdefault("ahead", torch.zeros_like(p)))
+        loss = torch.enable_grad()(closure)()
+        for p in parameters:
+            if p.grad is not None:
+                p.sub_(self.state[p]["ahead"])
+                self.state[p]["ahead"] = -0.1 * p.grad
+                p.add_(self.state[p]["ahead"])
+        return loss
+
+
+@pytest.mark.parametrize("granularity", ["auto", "tensor"])
+def test_what_moves_weights_before_it_calls_its_closure_is_refused_with_the_remedy(granularity: Any) -> None:
+    optimizer = MovesFirst(parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"MovesFirst changes weights.*before it calls its closure.*stage=0"):
+        choose_stepped([optimizer], Options(granularity=granularity), False, HOST)
+
+
 class Noisy(SGD):
     """Langevin dynamics, by a source of random numbers."""
 
@@ -94,6 +250,21 @@ def test_what_draws_random_numbers_is_told_from_what_looks_at_all_parameters(sou
     assert why_not_in_pieces(Noisy(parameters(), source)) == "draws random numbers"
     assert torch.get_rng_state().equal(before[0])
     assert (pickle.dumps(np.random.get_state()), random.getstate()) == before[1:], "training's own are left alone"
+
+
+class RoundsByChance(SGD):
+    """Rounds gradients up or down by chance, but leaves those in fp64 as they are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.dtype != torch.float64:
+                p.grad.copy_((p.grad * 256 + torch.rand_like(p)).floor() / 256)
+        super().step()
+
+
+def test_what_draws_random_numbers_in_fp32_alone_is_found_to_draw_some() -> None:
+    assert why_not_in_pieces(RoundsByChance(parameters(), lr=0.1)) == "draws random numbers"
 
 
 class Interrupted(SGD):

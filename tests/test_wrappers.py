@@ -53,6 +53,7 @@ def train(model: Any, optimizer: Any, steps: range) -> dict[str, Tensor]:
 def flat(state_dict: dict[str, Any]) -> dict[str, Tensor]:
     found = {}
     for key, state in state_dict["state"].items():
+        state = {"": state} if isinstance(state, Tensor) else state
         found |= {f"{key}.{name}": torch.as_tensor(value) for name, value in state.items()}
     numbers = [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in state_dict["param_groups"]]
     return found | {f"group {i}.{k}": torch.tensor(v) for i, group in enumerate(numbers) for k, v in group.items()}

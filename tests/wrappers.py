@@ -192,6 +192,85 @@ class Unmade(LookaheadApart):
             group["lookahead"] = 0
 
 
+class Averages(torch.optim.SGD):
+    """Averages weights, and shows the averages in evaluation. After a step it takes it that every parameter has one."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["shows"] = "weights"
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("average", p.detach().clone()).lerp_(p.detach(), 0.5)
+        return loss
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._show("averages", lambda p, state: state.update(weights=p.clone()) or state["average"])
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._show("weights", lambda p, state: state["weights"])
+
+    def _show(self, what: str, value: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+        for group in self.param_groups:
+            if group.get("shows", what) != what:
+                group["shows"] = what
+                for p in group["params"]:
+                    p.copy_(value(p, self.state[p]))
+
+
+class WithoutLoadHooks(LookaheadApart):
+    """Has torch's hooks around its step, and no table for those of loading, which the wrapped optimizer does."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base)
+        for name in [name for name in vars(self) if "load_state_dict" in name]:
+            delattr(self, name)
+
+
+class GroupsOfBase(LookaheadApart):
+    """Its groups are a property, those of the optimizer that it wraps and has as `optimizer`, as Lightning has its."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        own = {"base": optimizer, "optimizer": optimizer, "k": 2, "alpha": 0.5, "defaults": optimizer.defaults}
+        self.__setstate__(own | {"state": optimizer.state})  # has torch's hooks, as unpickled ones have
+        for group in self.param_groups:
+            group["lookahead"] = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.state = self.base.state
+
+
+class Counts(torch.optim.SGD):
+    """Keeps the count of its steps under a name, as a tensor with a dimension: MADGRAD (2101.11075) does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluated(closure)
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / float(self.state["k"])
+        super().step()
+        return loss
+
+
+class CountsInTable(torch.optim.SGD):
+    """Keeps the count of its steps in a dictionary of its own: heavyball's do."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss, table = evaluated(closure), vars(self).setdefault("table", {"steps": 0})
+        table["steps"] += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / table["steps"]
+        super().step()
+        return loss
+
+
 class Bare(LookaheadApart):
     """Has made itself without torch's help, and has nothing that torch's optimizers have but parameters and state."""
 
@@ -222,4 +301,9 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "Unmade": lambda parameters: Unmade(momentum(parameters)),
     "SAM": lambda parameters: SAM(parameters, momentum),
     "ScheduleFree": ScheduleFree,
+    "GroupsOfBase": lambda parameters: GroupsOfBase(momentum(parameters)),
+    "WithoutLoadHooks": lambda parameters: WithoutLoadHooks(momentum(parameters)),
+    "Averages": lambda parameters: Averages(parameters, lr=0.1, momentum=0.9),
+    "CountsInTable": lambda parameters: CountsInTable(parameters, lr=0.1),
+    "Counts": lambda parameters: Counts(parameters, lr=0.1),
 }

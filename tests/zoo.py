@@ -173,6 +173,28 @@ def stable_adamw(p: Tensor, state: dict[str, Any]) -> Tensor:
     return momentum(p, state) / (v.sqrt() + 1e-8) / (p.grad**2 / (v + 1e-12)).mean().sqrt().clamp(min=1.0)
 
 
+def stable_from_the_start(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """The same without a bias, as packages have it: it looks only at gradients that have grown, and not all alike."""
+    number = count(state)
+    beta = (0.99 - 0.99**number) / (1 - 0.99**number)
+    v = average(state, "v", p.grad**2, beta)
+    return momentum(p, state) / (v.sqrt() + 1e-8) / (p.grad**2 / (v + 1e-12)).mean().sqrt().clamp(min=1.0)
+
+
+def scales_of_32(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """Momentum in 8 bits, with one scale for each group of 32, in state of its own."""
+    m = p.grad if "codes" not in state else 0.9 * spread_out(state, p) + p.grad
+    groups = nn.functional.pad(m.flatten(), (0, -m.numel() % 32)).reshape(-1, 32)
+    state["scales"] = groups.abs().amax(1) / 127 + 1e-30
+    state["codes"] = (groups / state["scales"][:, None]).round().flatten()[: m.numel()].view_as(m)
+    return spread_out(state, p)
+
+
+def spread_out(state: dict[str, Any], p: Tensor) -> Tensor:
+    scales = state["scales"].repeat_interleave(32)[: p.numel()]
+    return state["codes"] * scales.view_as(p)
+
+
 def lars_at_last(p: Tensor, state: dict[str, Any]) -> Tensor:
     """Plain in its first steps."""
     return p.grad * p.norm() / p.grad.norm() if count(state) > 4 else p.grad
@@ -235,6 +257,8 @@ WHOLE = {
     "Fromage": fromage,
     "ClipsUnits": clips_units,
     "StableAdamW": stable_adamw,
+    "StableFromTheStart": stable_from_the_start,
+    "ScalesOf32": scales_of_32,
     "AtLast": lars_at_last,
 }
 PIECES = {
@@ -300,4 +324,30 @@ class DAdaptation(Optimizer):
             p.sub_(self.param_groups[0]["d"] * p.grad)
 
 
-OF_ALL = {"ClipsInside": lambda parameters: ClipsInside(parameters, weight_decay=0.0, eps=1.0), "D": DAdaptation}
+class Prodigy(Optimizer):
+    """2306.06101: the distance from where it began, over all parameters, which it takes for very small at first."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.d, self.numerator = [1e-6], [0.0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        d, numerator, size = self.d[0], 0.9 * self.numerator[0], 0.0
+        for p in stepped:
+            state = self.state[p]
+            begin = state.setdefault("begin", p.clone())
+            numerator += float(d * d * (p.grad * (begin - p)).sum())
+            average(state, "s", d * d * p.grad)
+            size += float(state["s"].abs().sum())
+        self.d, self.numerator = [max(d, numerator / max(size, 1e-30))], [numerator]
+        for p in stepped:
+            p.sub_(self.param_groups[0]["lr"] * self.d[0] * adam(p, self.state[p]))
+
+
+OF_ALL = {
+    "ClipsInside": lambda parameters: ClipsInside(parameters, weight_decay=0.0, eps=1.0),
+    "D": DAdaptation,
+    "Prodigy": Prodigy,
+}

@@ -133,8 +133,9 @@ class ShardedStrategy:
             ValueError: when None could be any of several, or the optimizer is of no fit.
         """
         stepped = self._stepped_in
-        wanted = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps them
-        found = [one for one in stepped if optimizer is None or one is wanted]
+        # Lightning wraps them, and some wrap another one themselves.
+        wanted = (optimizer, getattr(optimizer, "optimizer", optimizer))
+        found = [one for one in stepped if optimizer is None or any(one is other for other in wanted)]
         if len(found) != 1:
             kinds = ", ".join(type(one).__name__ for one in stepped)
             raise ValueError(f"full_optimizer_state(optimizer={optimizer!r}) is to be one of this fit's: {kinds}.")

@@ -18,6 +18,7 @@ from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.probe import large_in, nested_in
 from lightning_zero.shards.slot import Slot
+from lightning_zero.shards.trial import is_single
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.composed import is_composed
@@ -78,9 +79,9 @@ class OptimizerState:
         strange = [f"a key of the type {type(key).__name__}" for key in others if not isinstance(key, str)]
         in_pieces = [state[index] for index in state if _is_index(index) and self._is_in_pieces(index)]
         nested = itertools.chain(*map(nested_in, in_pieces))
-        self._agree_on_cuts(
-            dict.fromkeys(nested, True) | dict.fromkeys([*large_in(more), *large_in(others), *strange], False)
-        )
+        large = {key: value for key, value in others.items() if not is_single(value)}  # a count may be a tensor
+        unclear = [*large_in(more), *large_in(large), *strange]
+        self._agree_on_cuts(dict.fromkeys(nested, True) | dict.fromkeys(unclear, False))
         return local, others
 
     def _agree_on_cuts(self, unclear: Mapping[str, bool]) -> None:

@@ -18,6 +18,7 @@ from lightning_zero.device import HOST
 from lightning_zero.run.loans import Loans
 from lightning_zero.run.optimizer_state import OptimizerState
 from lightning_zero.shards.local import whole_of
+from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.units import renamed
 from lightning_zero.torch_private import tree_map_only
@@ -43,8 +44,11 @@ class States:
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
         for state in self._optimizers.values():
             state.cut_in_place()
-        cuts = self._optimizers.items()
-        self._hooks = [optimizer.register_load_state_dict_post_hook(state.cut_loaded) for optimizer, state in cuts]
+        self._hooks = [
+            one.register_load_state_dict_post_hook(state.cut_loaded)
+            for optimizer, state in self._optimizers.items()
+            for one in wrapped_in(optimizer)  # wrappers may have what they wrap load, and do nothing else
+        ]
 
     def leave(self) -> None:
         """Leaves the optimizers to the user: what they load from here on stays as it is."""

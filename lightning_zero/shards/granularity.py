@@ -17,8 +17,12 @@ from lightning_zero.shards.probe import (
     BY_TENSOR,
     NESTED,
     NOTHING,
+    acts_before_closure,
+    goes_by_loss,
     why_not_in_pieces,
 )
+
+FITS = (None, BY_BLOCK, BY_TENSOR, NESTED)  # for these reasons, it steps some part of parameters rightly
 
 
 class Stepped(NamedTuple):
@@ -46,6 +50,10 @@ def choose_stepped(
             blocked.append(optimizer)
         if reason == BY_RANKS and asked != "element":
             raise ValueError(_why_not_among_ranks(kind))
+        if asked == "auto" and reason in FITS and goes_by_loss(optimizer, device):
+            raise ValueError(_why_not_by_loss(kind))
+        if asked != "element" and reason in FITS and acts_before_closure(optimizer, device):
+            raise ValueError(_why_not_before_closure(kind))
         if reason == BY_CHANCE:
             _warn_or_refuse_chance(kind, asked)
         elif reason == NESTED and asked in ("element", "block"):
@@ -87,6 +95,23 @@ def _why_not_among_ranks(kind: str) -> str:
         f"{kind} {BY_RANKS}, which step other parts of the parameters here, or other ones: it would mix them. "
         "Gradients are averaged before the step, and its work is divided among the ranks, so leave both out of it "
         "(torch.optim.Muon needs neither), or use stage=0; or, if what it asks is none of that, granularity='element'."
+    )
+
+
+def _why_not_by_loss(kind: str) -> str:
+    return (
+        f"{kind} goes by the loss that its closure returns, which is another one on each rank: here each would step "
+        "its parts by its own, and under DDP ranks train apart. Use stage=0, or another optimizer; or, if the loss is "
+        "the same on every rank, or step() is given no closure, granularity='tensor' (or 'element', if it steps each "
+        "element by itself)."
+    )
+
+
+def _why_not_before_closure(kind: str) -> str:
+    return (
+        f"{kind} changes weights, or makes state of them, before it calls its closure, in which parameters are whole: "
+        "they become what this rank steps only then. Use stage=0, or a class whose step begins with the closure "
+        "(schedulefree has one beside each ...Closure)."
     )
 
 

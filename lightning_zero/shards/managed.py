@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.shards.early import class_of, early_of
 from lightning_zero.shards.local import local_of, refuse_other_meshes
+from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.slot import slot_of
 from lightning_zero.torch_private import complete, parameters_in
 from lightning_zero.wording import few_of
@@ -46,7 +47,8 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
                 "parameters become what this rank owns. Derive it from torch.optim.Optimizer, and have __init__ call "
                 "super().__init__(params, defaults) first."
             )
-        complete(optimizer)
+        for one in wrapped_in(optimizer):
+            complete(one)
         for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if id(parameter) not in known:
                 raise ValueError(

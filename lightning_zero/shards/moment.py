@@ -23,7 +23,7 @@ def wrapped_in(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer and those that it wraps, as Lookahead and SAM do."""
     found = [optimizer]
     for one in found:
-        inner = [value for value in vars(one).values() if isinstance(value, Optimizer)]
+        inner = {id(value): value for value in vars(one).values() if isinstance(value, Optimizer)}.values()
         found += [other for other in inner if not any(other is known for known in found)]
     return found
 
@@ -36,6 +36,7 @@ class Moment:
     contents: list[dict[str, Any]]  # what each of them held: its parameters and options
     states: list[Any]  # of each optimizer, the dictionary itself: who edits it takes postponed steps first
     numbers: list[dict[str, Any]]  # attributes of each optimizer that are numbers
+    tables: list[dict[str, dict[Any, Any]]]  # what those that are dictionaries with numbers held
     counts: list[dict[Any, Any]]  # entries of each optimizer's state whose keys are no parameters
     default_dtype: torch.dtype  # of the scalars that a step makes; precision 64-true changes it during forward
     autocast: torch.dtype | None  # on the CPU; manual optimization under *-mixed calls `step` inside of it
@@ -50,9 +51,10 @@ class Moment:
         optimizers = wrapped_in(optimizer)
         states = [vars(one).get("state") for one in optimizers]
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
+        tables = [{n: {**value} for n, value in vars(one).items() if _is_table(n, value)} for one in optimizers]
         counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return cls(groups, contents, states, numbers, counts, torch.get_default_dtype(), autocast)
+        return cls(groups, contents, states, numbers, tables, counts, torch.get_default_dtype(), autocast)
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
@@ -89,18 +91,29 @@ class Moment:
         for group, content in zip(self.groups, self.contents, strict=True):
             group.clear()
             group.update(content)
-        parts = zip(wrapped_in(optimizer), self.states, self.numbers, self.counts, strict=True)
-        for one, state, numbers, counts in parts:
+        parts = zip(wrapped_in(optimizer), self.states, self.numbers, self.tables, self.counts, strict=True)
+        for one, state, numbers, tables, counts in parts:
             own = vars(one)
             if own.get("state") is not state:  # the user has loaded another one, or set it
                 own["state"] = state
             for name in [name for name, value in own.items() if _is_number(name, value)]:
                 del own[name]
             own.update(numbers)
+            for name in [name for name, value in own.items() if _is_table(name, value) and name not in tables]:
+                del own[name]
+            for name, held in tables.items():
+                table = own.setdefault(name, {})
+                table.clear()
+                table.update(held)
             for key in _counts_of(one):
                 dict.pop(one.state, key)
             dict.update(one.state, copy.deepcopy(counts))
         torch.set_default_dtype(self.default_dtype)
+
+
+def _is_table(name: str, value: Any) -> bool:
+    is_own = isinstance(value, dict) and name not in ("state", "defaults")
+    return is_own and any(type(one) in (int, float) for one in value.values())
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

@@ -180,18 +180,26 @@ class PieceStepper:
 
     def change(self, call: Callable[[], T]) -> T:
         """Lets `call` change parameters and state between two steps: once for each window, inside which parameters are
-        pieces, or whole where they are stepped whole. Returns the first result. Collective: call it on every rank."""
+        pieces, or whole where they are stepped whole. Returns the first result. Collective: call it on every rank.
+        Those that other ranks alone step, of which there is no state, are not listed: users look it up of all."""
         slots = self.slots
+        absent = {slot.local.stepped for slot in slots if not slot.steps_any}
+
+        def call_without_absent() -> T:
+            for group in self.optimizer.param_groups:  # the windows give back the lists that there were
+                group["params"] = [p for p in group["params"] if p not in absent]
+            return call()
+
         first, others = self._divide(slots, slots, with_gradients=False)
         if others:
             self._refuse_groups_apart()
         then = Moment.of(self.optimizer, clones=True)
         with self._stepping(first, part_of=then if others else None, steps=False):
-            result = call()
+            result = call_without_absent()
         for window in others:
             window.staged.begin()
             with then.back(self.optimizer), self._stepping(window, part_of=then, steps=False):
-                call()
+                call_without_absent()
             window.staged.finish()
         increment_version([slot.parameter for slot in slots if not is_its_piece(slot)])
         return result

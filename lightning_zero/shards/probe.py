@@ -7,15 +7,14 @@ the steps. So must single numbers that it keeps for a tensor (a norm, say), on w
 wrongly in silence, as long as it goes by gradients, values, shapes, options and a count only: a dependence on anything
 else, such as the time of day, cannot be found this way.
 
-It is tried on the host, in fp64. One that cannot step there, as its kernels are those of a device, is tried on the
-device that it will step on, in fp32.
+It is tried on the host, in fp64. One that cannot step so is tried there in fp32, and then, as its kernels may be those
+of a device, on the device that it will step on.
 """
 
 import itertools
-import math
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,9 +39,10 @@ from torch.optim import (
     SparseAdam,
 )
 
-from lightning_zero.device import HOST, is_host
+from lightning_zero.device import HOST
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.trial import (
+    BLOCK,
     CommunicatesError,
     Groups,
     Trial,
@@ -69,13 +69,18 @@ SHAPES = ((), (7,), (4, 6), (2, 3, 4), (2, 3, 2, 2))  # by number of dimensions
 # 21 or 67 blocks of 256, cut in the middle of one: 8-bit state is kept in blocks, and often not for fewer than 4096
 # elements, as one of the two pieces has. Google's Adafactor factors no side shorter than 128.
 LARGE = ((), (5376,), (128, 134), (16, 16, 21), (16, 16, 21, 1))
-SCALES = (1e-3, 1e3, 1.0, 1.0)  # of the gradients of the first steps: some optimizers clip large ones
+# 3 blocks: what looks at whole tensors is known by these, and takes no step on larger ones: a preconditioner of the
+# square of 5376 elements takes minutes.
+MIDDLE = ((), (600,), (24, 26), (8, 11, 7), (8, 11, 7, 1))
+DRAWN = (*MIDDLE[:2], *LARGE[2:])
+# Of the gradients of the first steps: some optimizers clip large ones, others those that have grown a little.
+SCALES = (1e-3, 2e-3, 1e3, 1.0, 1.0)
 # Steps that are tried: one for each scale, and later ones past thresholds, multiples of nearly everything up to 100.
-MOMENTS = (1, 2, 3, 4, 10, 100, 5_544_000)
+MOMENTS = (1, 2, 3, 4, 5, 10, 100, 5_544_000)
+IDLE = 20  # steps that are taken first where none of them changes anything
 TRIES = 5  # of a step that draws random numbers
 SHARE = 5  # one piece is a fifth of a tensor, the other one the rest
 
-BLOCK = 256  # elements that share one scale in 8-bit state (Dettmers et al., arXiv 2110.02861)
 BY_BLOCK = f"looks at blocks of {BLOCK} elements"
 BY_TENSOR = "looks at whole tensors"
 BY_ALL = "looks at all parameters together"
@@ -93,11 +98,24 @@ class _Bench(NamedTuple):
     # Of two updates, relative to the largest one: kernels may round the elements of a piece in another way. Updates are
     # differences of values about a hundred times larger.
     tolerance: float
+    larger: Sequence[tuple[int, ...]] = MIDDLE  # shapes beside the small ones, by number of dimensions
+    begins: int = 0  # steps that are taken before it is looked at
+    loss_power: int = 1  # a closure returns the number of the step to this power
+
+
+class _Step(NamedTuple):
+    """What a step on small tensors has done."""
+
+    updates: list[Tensor]
+    kept: list[dict[tuple[Any, ...], Tensor]]  # of each rank, see `Trial.kept`
 
 
 def _benches(device: torch.device) -> list[_Bench]:
-    benches = [_Bench(HOST, torch.float64, 1e-6)]
-    return benches if is_host(device) else [*benches, _Bench(device, torch.float32, 1e-3)]
+    """Some step in fp32 alone: they make state of it, whatever the dtype of a parameter."""
+    return [
+        _Bench(HOST, torch.float64, 1e-6),
+        *(_Bench(at, torch.float32, 1e-3) for at in dict.fromkeys((HOST, device))),
+    ]
 
 
 def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str | None:
@@ -118,13 +136,25 @@ def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str 
 def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
     whole = list(_updates(optimizer, _tensors_in_turn, 1, bench))
     if not any(update.any() for step in whole for update in step.updates):
-        return NOTHING
+        # It may look at gradients of many steps before its first change.
+        return NOTHING if bench.begins else _what_it_looks_at(optimizer, bench._replace(begins=IDLE))
     if _draws(optimizer, bench):  # pieces may agree where it draws a number for each, but not on a rank that has none
         return BY_CHANCE
-    for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks), (BY_TENSOR, _tensors_in_turn)):
+    if not _agrees(whole, optimizer, _tensors_in_turn, 1, bench):
+        return BY_CHANCE
+    reason = _least(whole, optimizer, bench)
+    return NESTED if reason in (None, BY_BLOCK) and _nests(optimizer, bench) else reason
+
+
+def _least(whole: Sequence[_Step], optimizer: Optimizer, bench: _Bench) -> str | None:
+    """Returns why an optimizer cannot step the least, which are pieces; `whole` is what it does on one rank."""
+    large, whole_large = bench._replace(larger=LARGE), list[_Step]()
+    for reason, part in ((None, _piece), (BY_BLOCK, _piece_of_blocks)):
         if _agrees(whole, optimizer, part, 2, bench):
-            return NESTED if reason != BY_TENSOR and _nests(optimizer, bench) else reason
-    return BY_ALL if _agrees(whole, optimizer, _tensors_in_turn, 1, bench) else BY_CHANCE
+            whole_large = whole_large or list(_updates(optimizer, _tensors_in_turn, 1, large))
+            if _agrees(whole_large, optimizer, part, 2, large):
+                return reason
+    return BY_TENSOR if _agrees(whole, optimizer, _tensors_in_turn, 2, bench) else BY_ALL
 
 
 def is_element_wise(optimizer: Optimizer) -> bool:
@@ -149,6 +179,33 @@ def state_tensors_of(optimizer: Optimizer, device: torch.device = HOST) -> int:
             state = trial.state[tried].values()
             return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in state)
     return 2
+
+
+def goes_by_loss(optimizer: Optimizer, device: torch.device = HOST) -> bool:
+    """Whether a step of an optimizer, which steps on `device`, goes by the loss that its closure returns, found by
+    steps on small tensors with falling and with growing losses."""
+    if is_element_wise(optimizer):
+        return False
+    for bench in _benches(device):
+        with trying(optimizer), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+            whole = list(_updates(optimizer, _tensors_in_turn, 1, bench))
+            return bool(whole) and not _agrees(whole, optimizer, _tensors_in_turn, 1, bench._replace(loss_power=-1))
+    return False
+
+
+def acts_before_closure(optimizer: Optimizer, device: torch.device = HOST) -> bool:
+    """Whether a step of an optimizer, which steps on `device`, changes weights, or makes state of them, before it calls
+    its closure, found by steps on small tensors."""
+    if is_element_wise(optimizer):
+        return False
+    for bench in _benches(device):
+        with trying(optimizer), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+            values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
+            trial = Trial(optimizer, values, lambda tensor, _: tensor)
+            for number in range(2):
+                trial.step(_gradients(optimizer, number, bench))
+            return trial.acts_before_closure
+    return False
 
 
 def calls_closure_again(optimizer: Optimizer, device: torch.device = HOST) -> bool:
@@ -191,18 +248,12 @@ def _tensors_in_turn(rank: int, ranks: int, tensor: Tensor, index: int) -> Tenso
     return tensor if index % ranks == rank else None
 
 
-class _Step(NamedTuple):
-    """What a step on small tensors has done."""
-
-    updates: list[Tensor]
-    numbers: list[dict[tuple[int, int, Any], float]]  # of each rank, see `Trial.numbers`
-
-
 def _agrees(whole: Sequence[_Step], optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> bool:
     """Whether ranks that each step a part of the tensors do what one rank alone has done with the `whole`."""
     try:
         found = _updates(optimizer, part, ranks, bench)
-        return all(_are_alike(next(found), expected, bench.tolerance) for expected in whole)
+        facts = _facts(whole)
+        return all(_are_alike(next(found), expected, facts, bench.tolerance) for expected in whole)
     except Exception:  # it steps matrices only, say, or fewer steps succeed
         return False
 
@@ -242,6 +293,7 @@ def _draws(optimizer: Optimizer, bench: _Bench) -> bool:
 
 def _has_drawn_meanwhile(optimizer: Optimizer, bench: _Bench) -> bool:
     """Whether somebody draws random numbers during a step of a copy of the optimizer."""
+    bench = bench._replace(larger=DRAWN, dtype=torch.float32)  # in fp64 some have nothing to round, by chance or not
     values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
     trial = Trial(optimizer, values, lambda tensor, _: tensor)
     with restoring_random_state():  # one that seeds torch itself would find the state that it left in the last try
@@ -276,6 +328,8 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Ite
     fails, or its updates are not finite."""
     values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
     trials = [Trial(optimizer, values, partial(part, rank, ranks)) for rank in range(ranks)]
+    for trial in trials * bench.begins:
+        trial.step(_gradients(optimizer, 0, bench))
     for number, moment in enumerate(MOMENTS):
         is_late = number >= len(SCALES)
         before = [tensor.clone() for group in values for tensor in group]
@@ -283,7 +337,7 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Ite
             for trial in trials:
                 if is_late:
                     trial.move_on(moment - MOMENTS[number - 1] - 1)
-                trial.step(_gradients(optimizer, number, bench))
+                trial.step(_gradients(optimizer, number, bench), float(moment) ** bench.loss_power)
         except Exception:  # the steps before a late one were never taken
             if is_late:
                 return
@@ -291,28 +345,45 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Ite
         updates = [now - then for now, then in zip(itertools.chain(*values), before, strict=True)]
         if is_late and not all(update.isfinite().all() for update in updates):
             return
-        yield _Step(updates, [trial.numbers() for trial in trials])
+        yield _Step(updates, [trial.kept() for trial in trials])
 
 
 def _gradients(optimizer: Optimizer, number: int, bench: _Bench) -> Groups:
+    """Makes gradients that are alike in all steps, as those of training are: some optimizers go faster by it."""
     scale = SCALES[number] if number < len(SCALES) else 1.0
-    groups = [_values(group["params"], 1 + number, bench) for group in optimizer.param_groups]
-    return [[scale * grad for grad in group] for group in groups]
+    groups = []
+    for group in optimizer.param_groups:
+        always, now = (_values(group["params"], seed, bench) for seed in (1, 2 + number))
+        groups.append([scale * (one + other) for one, other in zip(always, now, strict=True)])
+    return groups
 
 
 def _values(parameters: Sequence[Parameter], seed: int, bench: _Bench) -> list[Tensor]:
     """Makes a small tensor and a larger one for each number of dimensions that the parameters have."""
     generator = torch.Generator(HOST).manual_seed(seed)
     dims = sorted({min(parameter.dim(), len(SHAPES) - 1) for parameter in parameters})
-    shapes = [shape for dim in dims for shape in (SHAPES[dim], LARGE[dim])]
+    shapes = [shape for dim in dims for shape in (SHAPES[dim], bench.larger[dim])]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device=HOST) for shape in shapes]
     return [values.to(bench.device, bench.dtype) for values in drawn]
 
 
-def _are_alike(found: _Step, expected: _Step, tolerance: float) -> bool:
-    (known,) = expected.numbers
-    pairs = [(value, known[key]) for numbers in found.numbers for key, value in numbers.items() if key in known]
-    are_same = all(math.isclose(*pair, rel_tol=tolerance) or all(map(math.isnan, pair)) for pair in pairs)
+def _facts(whole: Sequence[_Step]) -> set[tuple[Any, ...]]:
+    """Returns which numbers of an optimizer and its groups are the same after every step, as their parameters' is."""
+    first, *others = (step.kept[0] for step in whole)
+    return {key for key, value in first.items() if key[1] != "state" and all(value.equal(one[key]) for one in others)}
+
+
+def _are_alike(found: _Step, expected: _Step, facts: Container[tuple[Any, ...]], tolerance: float) -> bool:
+    known = {key: value for key, value in expected.kept[0].items() if key not in facts}
+    if not known.keys() <= set().union(
+        *found.kept
+    ):  # what is kept in another shape than the tensor's looks like a piece
+        return False
+    pairs = [(value, known[key]) for kept in found.kept for key, value in kept.items() if key in known]
+    are_same = all(
+        one.shape == other.shape and one.double().allclose(other.double(), tolerance, 0.0, equal_nan=True)
+        for one, other in pairs
+    )
     return are_same and _are_close(found.updates, expected.updates, tolerance)
 
 

@@ -5,7 +5,7 @@ import itertools
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from lightning_zero.torch_private import COLLECTIVES, TorchDispatchMode
 
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
+BLOCK = 256  # elements that share one scale in 8-bit state (Dettmers et al., arXiv 2110.02861)
 _ONE_AT_A_TIME = Lock()
 
 
@@ -81,30 +82,40 @@ class Trial:
         self._stepped = [Parameter(whole.new_empty(0) if own is None else own.clone()) for whole, own in tensors]
         left = iter(self._stepped)
         self.optimizer = trial_of(optimizer, [[next(left) for _ in group] for group in values])
+        _begin_state(optimizer, self.optimizer)
+        self.acts_before_closure = False  # any of its steps has changed tensors, or made state of them, by then
         self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by id of the dictionary and key
 
     def _cut(self, groups: Groups) -> list[Tensor | None]:
         return [self._part(tensor, index) for index, tensor in enumerate(itertools.chain(*groups))]
 
-    def step(self, gradients: Groups) -> None:
-        """Takes one step, and writes the results into this rank's part of the tensors."""
+    def step(self, gradients: Groups, loss: float = 1.0) -> None:
+        """Takes one step, and writes the results into this rank's part of the tensors. A closure returns the `loss`."""
         for parameter, grad in zip(self._stepped, self._cut(gradients), strict=True):
             parameter.grad = None if grad is None else grad.clone()
         self._counts = {(id(holder), name): float(holder[name]) for holder, name in _numbers(self.optimizer)}
-        _step(self.optimizer)
+        self.acts_before_closure |= _step(self.optimizer, loss)
         for parameter, value in zip(self._stepped, self._values, strict=True):
             if value is not None:
                 value.copy_(parameter)
 
-    def numbers(self) -> dict[tuple[int, int, Any], float]:
-        """Returns the single numbers that the optimizer, and those that it wraps, keep for each tensor of which this
-        rank has anything, by index of optimizer and tensor."""
-        wrapped, found = wrapped_in(self.optimizer), dict[tuple[int, int, Any], float]()
-        for at, (parameter, value) in enumerate(zip(self._stepped, self._values, strict=True)):
-            for number, one in enumerate(wrapped):
+    def kept(self) -> dict[tuple[Any, ...], Tensor]:
+        """Returns what the optimizer, and those that it wraps, keep beside what is shaped as the tensors are: single
+        numbers of their own and of their groups; and, for each tensor of which this rank has anything, numbers and
+        tables, by index of optimizer and tensor. What has an entry for each block of the rank's part is no table."""
+        wrapped, found = wrapped_in(self.optimizer), dict[tuple[Any, ...], Tensor]()
+        for number, one in enumerate(wrapped):
+            holders_of_one: tuple[dict[Any, Any], ...] = (vars(one), one.state, *one.param_groups)
+            for place, holder in enumerate(holders_of_one):
+                # Some write there, for others to see, at which rate they have stepped the latest tensor.
+                names = [name for name, value in holder.items() if is_single(value) and name != "lr"]
+                found.update({(number, place, name): _number(holder[name]) for name in names})
+            for at, (parameter, value) in enumerate(zip(self._stepped, self._values, strict=True)):
                 state = one.state.get(parameter) if value is not None else None
-                kept = state.items() if isinstance(state, dict) else ()
-                found.update({(number, at, name): float(value) for name, value in kept if _is_single(value)})
+                entries = state.items() if isinstance(state, dict) else ()
+                numbers = {name: _number(entry) for name, entry in entries if is_single(entry)}
+                tables = {name: entry.clone() for name, entry in entries if _is_table(entry, parameter)}
+                found.update({(number, "state", at, n): entry for n, entry in (numbers | tables).items()})
         return found
 
     def move_on(self, steps: int) -> None:
@@ -117,39 +128,90 @@ class Trial:
 
 def _numbers(optimizer: Optimizer) -> list[tuple[dict[Any, Any], Any]]:
     """Returns where an optimizer, and those that it wraps, keep single numbers: dictionary and key of each."""
-    return [(holder, name) for holder in holders(optimizer) for name, value in holder.items() if _is_single(value)]
+    return [(holder, name) for holder in holders(optimizer) for name, value in holder.items() if is_single(value)]
 
 
 def holders(optimizer: Optimizer) -> list[dict[Any, Any]]:
     """Returns the dictionaries in which an optimizer, and those that it wraps, keep what they know."""
     optimizers = wrapped_in(optimizer)
-    return [holder for one in optimizers for holder in (vars(one), *one.param_groups, *one.state.values())]
+    found = [holder for one in optimizers for holder in (vars(one), *one.param_groups, one.state, *one.state.values())]
+    return [
+        holder for holder in found if isinstance(holder, dict)
+    ]  # of state that has a name of its own, a number may be all
 
 
-def _is_single(value: Any) -> bool:
+def is_single(value: Any) -> bool:
+    """Whether a value is a single number, perhaps as a tensor."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _step(trial: Optimizer) -> None:
+def _number(value: Any) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
+def _is_table(value: Any, parameter: Tensor) -> bool:
+    """Whether a tensor in the state of a parameter is neither shaped as it is, nor has an entry for each block of it.
+    What is larger is a preconditioner, say, and nothing that could be cut as the parameter is."""
+    if not isinstance(value, Tensor) or not 1 < value.numel() <= parameter.numel() or value.is_complex():
+        return False
+    return value.shape not in (parameter.shape, (-(-parameter.numel() // BLOCK),))
+
+
+def _begin_state(optimizer: Optimizer, trial: Optimizer) -> None:
+    """Gives a trial the state that optimizers make at their construction, if it can be told what it would be of other
+    parameters: numbers, copies of the parameter, and tensors of its shape that hold one value. Else it has none."""
+    for one, other in zip(wrapped_in(optimizer), wrapped_in(trial), strict=True):
+        for group, tried in zip(one.param_groups, other.param_groups, strict=True):
+            state = next((one.state[p] for p in group["params"] if p in one.state), None)
+            known = next((p for p in group["params"] if p in one.state), None)
+            if not isinstance(state, dict) or known is None:
+                continue
+            with suppress(_UnknownError):
+                begun = [{name: _alike(value, known, p) for name, value in state.items()} for p in tried["params"]]
+                other.state.update(zip(tried["params"], begun, strict=True))
+
+
+class _UnknownError(Exception):
+    """What state would be of another parameter cannot be told."""
+
+
+def _alike(value: Any, known: Tensor, tried: Tensor) -> Any:
+    """Returns what an entry of the state of a `known` parameter would be of the one that is `tried`."""
+    if isinstance(value, Tensor) and not is_single(value):
+        if value.shape == known.shape and value.equal(known):
+            return tried.detach().clone()
+        if value.shape != known.shape or not value.numel() or not bool((value == value.flatten()[0]).all()):
+            raise _UnknownError
+        dtype = tried.dtype if value.dtype == known.dtype else value.dtype
+        return torch.full_like(tried, value.flatten()[0].item(), dtype=dtype, requires_grad=False)
+    return copy.deepcopy(value)
+
+
+def _step(trial: Optimizer, loss_before: float) -> bool:
+    """Takes a step. Returns whether it changes tensors, or makes state of them, before it calls its closure."""
     given = [(p, p.grad, p.clone()) for group in trial.param_groups for p in group["params"] if p.grad is not None]
+    had_state, early = [len(one.state.get(p, ())) for one in wrapped_in(trial) for p, *_ in given], list[bool]()
 
     def closure() -> Tensor:
         """A quadratic loss, which has the given gradients at the start. Where SAM moves to there are others, and a line
         search gets somewhere, as it would not where the loss is constant."""
-        loss = given[0][0].new_zeros(())
-        for parameter, grad, start in given:
-            way = parameter.detach() - start
+        has_state = [len(one.state.get(p, ())) for one in wrapped_in(trial) for p, *_ in given]
+        early.append(has_state != had_state or not all(p.equal(before) for p, _, before in given))
+        loss = given[0][0].new_full((), loss_before)
+        for parameter, grad, before in given:
+            way = parameter.detach() - before
             parameter.grad = grad + way
             loss += (way * (grad + way / 2)).sum()
         return loss
 
     step = unhooked(type(trial).step)
     try:
+        step(trial, closure)  # as in training by the Trainer; some need it, others go by the loss
+    except Exception:
         step(trial)
-    except (TypeError, AssertionError):  # it needs a closure
-        step(trial, closure)
+    return any(early[:1])
 
 
 def trial_of(optimizer: Optimizer, groups: Groups) -> Optimizer:
@@ -180,11 +242,12 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         # A scheduler wraps `step` of the optimizer itself, an engine `train` and `eval`, Fabric's strategy the last.
         if name in own or name in ("step", "train", "eval", "load_state_dict"):
             continue
-        own[name] = _copied(value, memo) if isinstance(value, Optimizer) else copy.deepcopy(value, memo)
+        is_new = isinstance(value, Optimizer) and id(value) not in memo  # a wrapper may have one under two names
+        own[name] = _copied(value, memo) if is_new else copy.deepcopy(value, memo)
     for group in trial.param_groups:
         lr = group.get("lr")  # None where a scheduler sets it later
         if isinstance(lr, Tensor):
-            group["lr"] = torch.full_like(lr, 0.01)
+            group["lr"] = lr.clamp(min=0.01)
         elif isinstance(lr, float | int):
-            group["lr"] = 0.01
+            group["lr"] = max(lr, 0.01)  # those that find their own rate want 1, and a scheduler may begin with nothing
     return trial

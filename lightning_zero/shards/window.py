@@ -283,9 +283,11 @@ def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 def without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer of torch's has only the groups that list a parameter, as it steps each group by itself. With
     a group for each layer (learning rates that decay by layer) a window has few, and the others take as long."""
+    if type(optimizer) not in FUSED:  # `param_groups` of a wrapper may be a property
+        yield
+        return
     own = optimizer.param_groups
-    if type(optimizer) in FUSED:
-        optimizer.param_groups = [group for group in own if group["params"]]
+    optimizer.param_groups = [group for group in own if group["params"]]
     try:
         yield
     finally:
