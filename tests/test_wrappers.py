@@ -16,10 +16,11 @@ from models import seeded
 from test_offload import APART
 from thread_world import ThreadWorld
 from unit_jobs import WIDTH, on_engine, on_one_device, state_of, tower, x
-from wrappers import WRAPPERS, Bare, Hoarder, SAMByNorm, SAMInTwoCalls, momentum
+from wrappers import UNEVEN, WRAPPERS, Bare, Hoarder, SAMByNorm, SAMInTwoCalls, momentum
 from zoo import agg_mo, made
 
 STAGES = [1, 2, 3]
+ALL = WRAPPERS | UNEVEN
 HOW: dict[str, dict[str, Any]] = {
     "on disk": {"offload": Offload(optimizer="nvme", path=".")},
     "on the host": {"offload": Offload(optimizer="cpu")},
@@ -75,9 +76,7 @@ def test_a_wrapper_trains_as_on_one_device_and_its_state_can_be_had_whole(stage:
             assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("how", "name"), [(how, name) for how in HOW for name in WRAPPERS if (how, name) not in REFUSED]
-)
+@pytest.mark.parametrize(("how", "name"), [(how, name) for how in HOW for name in ALL if (how, name) not in REFUSED])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_wrapper_trains_so_where_some_parameters_are_stepped_after_the_others(
     stage: int, how: str, name: str, tmp_path: Path
@@ -91,8 +90,8 @@ def test_a_wrapper_trains_so_where_some_parameters_are_stepped_after_the_others(
         # Slow weights go with the second step, and with the fourth, from where the second has left them.
         return {**train(model, optimizer, range(4)), **state_of(model, engine)}
 
-    expected = on_one_device(tower(), act, WRAPPERS[name])
-    for found in on_engine(tower(), act, stage, WRAPPERS[name], bucket_bytes=256, **options):
+    expected = on_one_device(tower(), act, ALL[name])
+    for found in on_engine(tower(), act, stage, ALL[name], bucket_bytes=256, **options):
         assert_same_bits(found, expected)
 
 

@@ -259,6 +259,21 @@ class Counts(torch.optim.SGD):
         return loss
 
 
+class CountsInGroups(torch.optim.SGD):
+    """Keeps the count of its steps in groups, of those alone that list a gradient: heavyball's do."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["steps"] = group.get("steps", 0) + 1
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=0.1 / group["steps"])
+        return loss
+
+
 class CountsInTable(torch.optim.SGD):
     """Keeps the count of its steps in a dictionary of its own: heavyball's do."""
 
@@ -306,4 +321,8 @@ WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
     "Averages": lambda parameters: Averages(parameters, lr=0.1, momentum=0.9),
     "CountsInTable": lambda parameters: CountsInTable(parameters, lr=0.1),
     "Counts": lambda parameters: Counts(parameters, lr=0.1),
+}
+# A rank that has nothing of a group does not count there.
+UNEVEN: dict[str, Callable[[Any], Optimizer]] = {
+    "CountsInGroups": lambda parameters: CountsInGroups(parameters, lr=0.1)
 }

@@ -66,7 +66,15 @@ class Moment:
             with outside_transforms(), torch.inference_mode(False), torch.no_grad(), autocast:
                 yield
         finally:
+            now._count_as(self)
             now._put(optimizer)
+
+    def _count_as(self, then: "Moment") -> None:
+        """Takes over the numbers in groups that a step at the moment `then` has changed just now, where they are still
+        as they were: in the user's call a group lists nothing that is stepped apart, and some count only in groups that
+        list anything."""
+        for group, was, now in zip(self.groups, then.contents, self.contents, strict=False):
+            now |= {n: v for n, v in group.items() if v is not was.get(n) and _is_count(v) and now.get(n) == was.get(n)}
 
     def listed(self, slots: Iterable[Slot]) -> list[list[Parameter]]:
         """Returns, for each group, the parameters of `slots` that it had, in its order."""
@@ -111,9 +119,13 @@ class Moment:
         torch.set_default_dtype(self.default_dtype)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
 def _is_table(name: str, value: Any) -> bool:
     is_own = isinstance(value, dict) and name not in ("state", "defaults")
-    return is_own and any(type(one) in (int, float) for one in value.values())
+    return is_own and any(map(_is_count, value.values()))
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

@@ -138,9 +138,8 @@ def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
     if not any(update.any() for step in whole for update in step.updates):
         # It may look at gradients of many steps before its first change.
         return NOTHING if bench.begins else _what_it_looks_at(optimizer, bench._replace(begins=IDLE))
-    if _draws(optimizer, bench):  # pieces may agree where it draws a number for each, but not on a rank that has none
-        return BY_CHANCE
-    if not _agrees(whole, optimizer, _tensors_in_turn, 1, bench):
+    # Pieces may agree where it draws a number for each, but not on a rank that has none.
+    if _draws(optimizer, bench) or not _agrees(whole, optimizer, _tensors_in_turn, 1, bench):
         return BY_CHANCE
     reason = _least(whole, optimizer, bench)
     return NESTED if reason in (None, BY_BLOCK) and _nests(optimizer, bench) else reason
@@ -374,17 +373,19 @@ def _facts(whole: Sequence[_Step]) -> set[tuple[Any, ...]]:
 
 
 def _are_alike(found: _Step, expected: _Step, facts: Container[tuple[Any, ...]], tolerance: float) -> bool:
+    """Whether a step of ranks that have a part each has done what one rank alone has (`expected`), and keeps the same,
+    `facts` aside."""
     known = {key: value for key, value in expected.kept[0].items() if key not in facts}
-    if not known.keys() <= set().union(
-        *found.kept
-    ):  # what is kept in another shape than the tensor's looks like a piece
-        return False
+    # A table of a whole tensor (scales, say) that is shaped as its piece is would be none of the piece.
+    has_all = known.keys() <= set().union(*found.kept)
     pairs = [(value, known[key]) for kept in found.kept for key, value in kept.items() if key in known]
-    are_same = all(
-        one.shape == other.shape and one.double().allclose(other.double(), tolerance, 0.0, equal_nan=True)
-        for one, other in pairs
-    )
+    are_same = has_all and all(_is_same(*pair, tolerance) for pair in pairs)
     return are_same and _are_close(found.updates, expected.updates, tolerance)
+
+
+def _is_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether two numbers or tables are the same, relative to each entry."""
+    return one.shape == other.shape and one.double().allclose(other.double(), tolerance, 0.0, equal_nan=True)
 
 
 def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:

@@ -135,9 +135,7 @@ def holders(optimizer: Optimizer) -> list[dict[Any, Any]]:
     """Returns the dictionaries in which an optimizer, and those that it wraps, keep what they know."""
     optimizers = wrapped_in(optimizer)
     found = [holder for one in optimizers for holder in (vars(one), *one.param_groups, one.state, *one.state.values())]
-    return [
-        holder for holder in found if isinstance(holder, dict)
-    ]  # of state that has a name of its own, a number may be all
+    return [holder for holder in found if isinstance(holder, dict)]  # state under a name may be a number
 
 
 def is_single(value: Any) -> bool:
