@@ -102,7 +102,7 @@ def test_a_signal_that_comes_as_a_job_starts_ends_it_once_it_has_started(ignores
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises((SystemExit, KeyboardInterrupt)), sigterm_as_exit():
         run_in_session([sys.executable, "-S", "-c", "import time; time.sleep(20)"], os.environ, grace_s=0.1)
-    assert started[0].returncode < 0
+    assert started[0].returncode  # of the signal; or an error, where Python was about to start
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 

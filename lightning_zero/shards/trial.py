@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.device import HOST
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
 from lightning_zero.torch_private import COLLECTIVES, TorchDispatchMode
@@ -146,7 +147,7 @@ def is_single(value: Any) -> bool:
 
 
 def _number(value: Any) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device=HOST)
 
 
 def _is_table(value: Any, parameter: Tensor) -> bool:
