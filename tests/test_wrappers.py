@@ -71,7 +71,7 @@ def run(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]
 @pytest.mark.parametrize("stage", [0, *STAGES])
 def test_a_wrapper_trains_as_on_one_device_and_its_state_can_be_had_whole(stage: int, name: str) -> None:
     expected = on_one_device(tower(), run, WRAPPERS[name])
-    for world in (1, 2, 4):
+    for world in (1, 2, 4) if stage == 3 else (2,):
         for found in on_engine(tower(), run, stage, WRAPPERS[name], world=world):
             assert_same_bits(found, expected)
 
