@@ -204,13 +204,16 @@ class Averages(torch.optim.SGD):
                     self.state[p].setdefault("average", p.detach().clone()).lerp_(p.detach(), 0.5)
         return loss
 
-    @torch.no_grad()
     def eval(self) -> None:
-        self._show("averages", lambda p, state: state.update(weights=p.clone()) or state["average"])
+        self.train(False)
 
     @torch.no_grad()
-    def train(self) -> None:
-        self._show("weights", lambda p, state: state["weights"])
+    def train(self, mode: bool = True) -> None:
+        """Or what `eval` does, which calls it so: heavyball's do."""
+        if mode:
+            self._show("weights", lambda p, state: state["weights"])
+        else:
+            self._show("averages", lambda p, state: state.update(weights=p.clone()) or state["average"])
 
     def _show(self, what: str, value: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
         for group in self.param_groups:

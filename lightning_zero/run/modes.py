@@ -25,6 +25,7 @@ class Modes:
         self._optimizer = optimizer
         self._change = change
         self._is_cut = is_cut
+        self._is_running = False
         kind: Any = type(optimizer)
         has_both = all(callable(getattr(kind, name, None)) for name in NAMES)
         self._methods = {name: getattr(kind, name) for name in NAMES if has_both}
@@ -35,7 +36,14 @@ class Modes:
         vars(self._optimizer)[name] = wraps(self._methods[name])(partial(by, name))
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._change(partial(self._methods[name], self._optimizer, *args, **kwargs))
+        call = partial(self._methods[name], self._optimizer, *args, **kwargs)
+        if self._is_running:  # one calls the other: all are pieces already
+            return call()
+        self._is_running = True
+        try:
+            return self._change(call)
+        finally:
+            self._is_running = False
 
     def remove(self) -> None:
         """Gives the optimizer its own methods back. Where its state stays in pieces, while the weights are whole from
