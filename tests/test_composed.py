@@ -99,7 +99,7 @@ def test_a_config_that_says_too_little_is_refused(
             "model: {_target_: rehearsal_jobs.Small, width: 3}",
             "model cannot be made: Small.__init__() got an unexpected",
         ),
-        ("model: {}\ndata: {_target_: builtins.int, x: 1}", "data cannot be made: 'x' is an invalid keyword"),
+        ("model: {}\ndata: {_target_: builtins.range, x: 1}", "data cannot be made: range() takes no keyword"),
     ],
 )
 def test_what_cannot_be_read_imported_or_made_is_told_in_one_error_without_a_traceback(
