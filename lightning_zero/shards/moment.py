@@ -51,7 +51,7 @@ class Moment:
         optimizers = wrapped_in(optimizer)
         states = [vars(one).get("state") for one in optimizers]
         numbers = [{n: value for n, value in vars(one).items() if _is_number(n, value)} for one in optimizers]
-        tables = [{n: {**value} for n, value in vars(one).items() if _is_table(n, value)} for one in optimizers]
+        tables = [{n: {**value} for n, value in vars(one).items() if _holds_counts(n, value)} for one in optimizers]
         counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         return cls(groups, contents, states, numbers, tables, counts, torch.get_default_dtype(), autocast)
@@ -107,7 +107,7 @@ class Moment:
             for name in [name for name, value in own.items() if _is_number(name, value)]:
                 del own[name]
             own.update(numbers)
-            for name in [name for name, value in own.items() if _is_table(name, value) and name not in tables]:
+            for name in [name for name, value in own.items() if _holds_counts(name, value) and name not in tables]:
                 del own[name]
             for name, held in tables.items():
                 table = own.setdefault(name, {})
@@ -123,7 +123,7 @@ def _is_count(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _is_table(name: str, value: Any) -> bool:
+def _holds_counts(name: str, value: Any) -> bool:
     is_own = isinstance(value, dict) and name not in ("state", "defaults")
     return is_own and any(map(_is_count, value.values()))
 
