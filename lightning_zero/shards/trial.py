@@ -163,9 +163,8 @@ def _begin_state(optimizer: Optimizer, trial: Optimizer) -> None:
     parameters: numbers, copies of the parameter, and tensors of its shape that hold one value. Else it has none."""
     for one, other in zip(wrapped_in(optimizer), wrapped_in(trial), strict=True):
         for group, tried in zip(one.param_groups, other.param_groups, strict=True):
-            state = next((one.state[p] for p in group["params"] if p in one.state), None)
             known = next((p for p in group["params"] if p in one.state), None)
-            if not isinstance(state, dict) or known is None:
+            if known is None or not isinstance(state := one.state[known], dict):
                 continue
             with suppress(_UnknownError):
                 begun = [{name: _alike(value, known, p) for name, value in state.items()} for p in tried["params"]]
