@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import foreign_device
 from lightning_zero.device import HOST
 from lightning_zero.shards import granularity
-from lightning_zero.shards.probe import ELEMENT_WISE
+from lightning_zero.shards.probe import ELEMENT_WISE, Findings
 from lightning_zero.torch_private import STEP_HOOKS
 from lightning_zero.wire.comm import Comm
 from models import RANDOM_NUMBERS
@@ -128,8 +128,8 @@ def _taking_turns(run: Any) -> Any:
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 ThreadWorld.run = _taking_turns(ThreadWorld.run)  # type: ignore[method-assign]
 
-_try_in_pieces = granularity.why_not_in_pieces
-_TRIED: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+_try = granularity.find
+_TRIED: weakref.WeakKeyDictionary[type, dict[Any, Findings]] = weakref.WeakKeyDictionary()
 
 
 def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
@@ -145,19 +145,19 @@ def _all_that_is_tried(optimizer: Optimizer) -> tuple[Any, ...] | None:
     return inspect.unwrap(type(optimizer).step).__code__, repr(dims), told
 
 
-def _tried_once(optimizer: Optimizer, device: torch.device = HOST) -> str | None:
+def _tried_once(optimizer: Optimizer, device: torch.device = HOST) -> Findings:
     """An engine tries an optimizer that it does not know: half of what a small run on threads costs. Each process tries
     the same one once."""
     if type(optimizer) in ELEMENT_WISE:
-        return _try_in_pieces(optimizer, device)
+        return _try(optimizer, device)
     with RANDOM_NUMBERS:  # a trial puts them back
         known, key = _TRIED.setdefault(type(optimizer), {}), _all_that_is_tried(optimizer)
         if key is None or key not in known:
-            known[key] = _try_in_pieces(optimizer, device)
+            known[key] = _try(optimizer, device)
         return known[key]
 
 
-granularity.why_not_in_pieces = _tried_once
+granularity.find = _tried_once
 
 gc.freeze()  # what has been imported stays: no collection looks at it again, nor copies what is shared
 gc.set_threshold(5_000, 20, 20)  # fewer collections: each looks at all of what a test has made

@@ -17,7 +17,7 @@ from engine_checkpoints import (
 )
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.layout import Layout
-from lightning_zero.shards.probe import BLOCK, BY_BLOCK, BY_TENSOR, why_not_in_pieces
+from lightning_zero.shards.probe import BLOCK, BY_BLOCK, BY_TENSOR, find
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Comm
 from models import seeded
@@ -97,8 +97,9 @@ def adam8(model: nn.Module) -> tuple[Optimizer, None]:
 
 def test_r64_eight_bit_state_is_found_to_need_blocks_and_small_tensors_in_full_to_need_more() -> None:
     shapes = [(30, 20), (20,), (3, 4, 5), ()]
-    assert why_not_in_pieces(Adam8([nn.Parameter(torch.ones(shape)) for shape in shapes])) == BY_BLOCK
-    assert why_not_in_pieces(Adam8([nn.Parameter(torch.ones(shape)) for shape in shapes], small=4096)) == BY_TENSOR
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    assert find(Adam8(parameters)).why_not_in_pieces == BY_BLOCK
+    assert find(Adam8(parameters, small=4096)).why_not_in_pieces == BY_TENSOR
 
 
 def test_pieces_begin_and_end_with_blocks() -> None:

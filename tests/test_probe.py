@@ -19,12 +19,16 @@ from torch.optim import SGD, Optimizer
 from lightning_zero.device import HOST
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.granularity import choose_stepped
-from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, state_tensors_of, why_not_in_pieces
+from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, find, state_tensors_of
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, agg_mo, decays_matrices, made
 
 BY_TENSOR, BY_ALL = "looks at whole tensors", "looks at all parameters together"
+
+
+def why_not_in_pieces(optimizer: Optimizer) -> str | None:
+    return find(optimizer).why_not_in_pieces
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[Parameter]:

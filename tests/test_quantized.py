@@ -17,7 +17,7 @@ from engine_checkpoints import Place, differences, resume, save, train
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.checkpoint.export import consolidate
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards.probe import BY_TENSOR, why_not_in_pieces
+from lightning_zero.shards.probe import BY_TENSOR, find
 from lightning_zero.tiers.composed import is_composed, taken_apart
 from lightning_zero.tiers.ledger import Category
 from lightning_zero.views.lazy import materialize
@@ -132,7 +132,8 @@ def test_r64_eight_bit_optimizers_train_as_under_ddp_and_are_resumed_anywhere(na
 @pytest.mark.parametrize("name", MAKERS)
 def test_r64_they_are_found_to_look_at_whole_tensors(name: str) -> None:
     """Of what has fewer than 4096 elements, as a piece may, they keep state in full."""
-    assert why_not_in_pieces(MAKERS[name]([nn.Parameter(torch.ones(shape)) for shape in [(64, 96), (5,)]])) == BY_TENSOR
+    made = MAKERS[name]([nn.Parameter(torch.ones(shape)) for shape in [(64, 96), (5,)]])
+    assert find(made).why_not_in_pieces == BY_TENSOR
 
 
 def test_the_single_file_of_such_a_checkpoint_is_read_by_torch(tmp_path: Path) -> None:

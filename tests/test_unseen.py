@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_zero.pl.table import table_of
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards.probe import calls_closure_again, state_tensors_of, why_not_in_pieces
+from lightning_zero.shards.probe import Findings, calls_closure_again, find, state_tensors_of
 from lightning_zero.shards.unseen import unseen
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
@@ -178,7 +178,7 @@ def test_a_class_that_records_nothing_is_not_written_to() -> None:
     assert Closed.count == 1
 
 
-TRIED: list[Callable[[Any], Any]] = [why_not_in_pieces, state_tensors_of, calls_closure_again]
+TRIED: list[Callable[[Any], Any]] = [find, state_tensors_of, calls_closure_again]
 
 
 @pytest.mark.parametrize("tried", TRIED, ids=lambda tried: tried.__name__)
@@ -187,10 +187,7 @@ def test_no_record_of_a_class_tells_that_its_optimizer_was_tried(case: str, trie
     kind, look = (ByItself, recorded) if case == "by itself" else by_names_around()
     optimizer = kind([Parameter(torch.ones(3, 4))], lr=0.1, momentum=0.9)
     before = look()
-    assert (
-        tried(optimizer)
-        == {"why_not_in_pieces": None, "state_tensors_of": 1, "calls_closure_again": False}[tried.__name__]
-    )
+    assert tried(optimizer) == {"find": Findings(), "state_tensors_of": 1, "calls_closure_again": False}[tried.__name__]
     assert look() == before
     with unseen([kind]):
         optimizer.step()
@@ -202,7 +199,7 @@ def test_a_mocked_step_is_no_step_to_try() -> None:
     optimizer = ByItself([Parameter(torch.ones(2))], lr=0.1)
     with patch.object(ByItself, "step") as step:
         assert state_tensors_of(optimizer) == 2  # as of most
-        assert why_not_in_pieces(optimizer) is not None
+        assert find(optimizer).why_not_in_pieces is not None
         assert not calls_closure_again(optimizer)
     assert not step.called
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from compare import assert_same_bits
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards import granularity
-from lightning_zero.shards.probe import BY_TENSOR, ELEMENT_WISE, why_not_in_pieces
+from lightning_zero.shards.probe import BY_TENSOR, ELEMENT_WISE, Findings, find
 from lightning_zero.wire.comm import Comm
 from models import seeded
 from reference import average_gradients
@@ -90,9 +90,9 @@ def under_ddp(world: int) -> dict[str, Any]:
 
 
 @functools.cache
-def reasons() -> dict[type, str | None]:
+def findings() -> dict[type, Findings]:
     """Of each, tried once: ranks try for themselves, which threads of one process need not."""
-    return {type(optimizer): why_not_in_pieces(optimizer) for optimizer in optimizers_of(zoo())}
+    return {type(optimizer): find(optimizer) for optimizer in optimizers_of(zoo())}
 
 
 def under_the_engine(comm: Comm, stage: int) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def under_the_engine(comm: Comm, stage: int) -> dict[str, Any]:
 def test_r31_every_optimizer_of_the_zoo_trains_as_under_ddp(
     world: int, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, expected = reasons(), under_ddp(world)
-    assert sum(reason == BY_TENSOR for reason in known.values()) == len(WHOLE) + 3
-    monkeypatch.setattr(granularity, "why_not_in_pieces", lambda optimizer, _: known[type(optimizer)])
+    known, expected = findings(), under_ddp(world)
+    assert sum(found.why_not_in_pieces == BY_TENSOR for found in known.values()) == len(WHOLE) + 3
+    monkeypatch.setattr(granularity, "find", lambda optimizer, _: known[type(optimizer)])
     for found in ThreadWorld(world, 60).run(lambda comm: under_the_engine(comm, stage)):
         assert_same_bits(found, expected)

@@ -16,9 +16,8 @@ from lightning_zero.device import HOST
 from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
-from lightning_zero.shards.probe import large_in, nested_in
 from lightning_zero.shards.slot import Slot
-from lightning_zero.shards.trial import is_single
+from lightning_zero.shards.trial import is_single, large_in, nested_in
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.composed import is_composed

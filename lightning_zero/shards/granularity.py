@@ -17,9 +17,7 @@ from lightning_zero.shards.probe import (
     BY_TENSOR,
     NESTED,
     NOTHING,
-    acts_before_closure,
-    goes_by_loss,
-    why_not_in_pieces,
+    find,
 )
 
 FITS = (None, BY_BLOCK, BY_TENSOR, NESTED)  # for these reasons, it steps some part of parameters rightly
@@ -43,16 +41,17 @@ def choose_stepped(
     """
     whole, blocked, asked = [], [], options.granularity
     for optimizer in optimizers:
-        reason, kind = why_not_in_pieces(optimizer, device), type(optimizer).__name__
+        found, kind = find(optimizer, device), type(optimizer).__name__
+        reason = found.why_not_in_pieces
         if asked == "tensor" or (asked == "auto" and reason in (BY_TENSOR, NESTED)):
             whole.append(optimizer)
         elif asked == "block" or (asked == "auto" and reason == BY_BLOCK):
             blocked.append(optimizer)
         if reason == BY_RANKS and asked != "element":
             raise ValueError(_why_not_among_ranks(kind))
-        if asked == "auto" and reason in FITS and goes_by_loss(optimizer, device):
+        if asked == "auto" and reason in FITS and found.goes_by_loss:
             raise ValueError(_why_not_by_loss(kind))
-        if asked != "element" and reason in FITS and acts_before_closure(optimizer, device):
+        if asked != "element" and reason in FITS and found.acts_before_closure:
             raise ValueError(_why_not_before_closure(kind))
         if reason == BY_CHANCE:
             _warn_or_refuse_chance(kind, asked)

@@ -14,7 +14,7 @@ of a device, on the device that it will step on.
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,7 +40,6 @@ from torch.optim import (
 )
 
 from lightning_zero.device import HOST
-from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.trial import (
     BLOCK,
     CommunicatesError,
@@ -48,9 +47,9 @@ from lightning_zero.shards.trial import (
     Trial,
     holders,
     restoring_random_state,
+    step_alone,
     trial_of,
     trying,
-    unhooked,
 )
 from lightning_zero.tiers.alignment import round_up
 
@@ -103,11 +102,22 @@ class _Bench(NamedTuple):
     loss_power: int = 1  # a closure returns the number of the step to this power
 
 
+class Findings(NamedTuple):
+    """What was found about an optimizer."""
+
+    why_not_in_pieces: str | None = None  # why it cannot step pieces of its parameters; None if it can
+    # The two below are not looked for in one that steps no part of its parameters rightly.
+    goes_by_loss: bool = False  # a step goes by the loss that its closure returns
+    acts_before_closure: bool = False  # a step changes weights, or makes state of them, before it calls its closure
+
+
 class _Step(NamedTuple):
     """What a step on small tensors has done."""
 
     updates: list[Tensor]
     kept: list[dict[tuple[Any, ...], Tensor]]  # of each rank, see `Trial.kept`
+    nests: bool  # tensors are in containers in the state of a parameter
+    acts_before_closure: bool
 
 
 def _benches(device: torch.device) -> list[_Bench]:
@@ -118,31 +128,37 @@ def _benches(device: torch.device) -> list[_Bench]:
     ]
 
 
-def why_not_in_pieces(optimizer: Optimizer, device: torch.device = HOST) -> str | None:
-    """Returns why an optimizer, which steps on `device`, cannot step pieces of its parameters; None if it can."""
+def find(optimizer: Optimizer, device: torch.device = HOST) -> Findings:
+    """Tries an optimizer, which steps on `device`, and returns what was found."""
     if is_element_wise(optimizer) or not any(group["params"] for group in optimizer.param_groups):
-        return None
+        return Findings()
     for bench in _benches(device):
         try:
             with trying(optimizer), torch.inference_mode(False), torch.no_grad():
-                return _what_it_looks_at(optimizer, bench)
+                return _find(optimizer, bench)
         except CommunicatesError:
-            return BY_RANKS
+            return Findings(BY_RANKS)
         except Exception as error:  # an optimizer may ask for anything
             told = f"could not be tried on small tensors ({type(error).__name__}: {error})"
-    return told
+    return Findings(told)
 
 
-def _what_it_looks_at(optimizer: Optimizer, bench: _Bench) -> str | None:
+def _find(optimizer: Optimizer, bench: _Bench) -> Findings:
     whole = list(_updates(optimizer, _tensors_in_turn, 1, bench))
     if not any(update.any() for step in whole for update in step.updates):
         # It may look at gradients of many steps before its first change.
-        return NOTHING if bench.begins else _what_it_looks_at(optimizer, bench._replace(begins=IDLE))
+        return Findings(NOTHING) if bench.begins else _find(optimizer, bench._replace(begins=IDLE))
     # Pieces may agree where it draws a number for each, but not on a rank that has none.
-    if _draws(optimizer, bench) or not _agrees(whole, optimizer, _tensors_in_turn, 1, bench):
-        return BY_CHANCE
+    if _draws(optimizer, bench):
+        return Findings(BY_CHANCE)
+    # Losses that fall, and not grow, tell in one go that it neither goes by them nor by anything unknown.
+    goes_by_loss = not _agrees(whole, optimizer, _tensors_in_turn, 1, bench._replace(loss_power=-1))
+    if goes_by_loss and not _agrees(whole, optimizer, _tensors_in_turn, 1, bench):
+        return Findings(BY_CHANCE)
     reason = _least(whole, optimizer, bench)
-    return NESTED if reason in (None, BY_BLOCK) and _nests(optimizer, bench) else reason
+    if reason in (None, BY_BLOCK) and any(step.nests for step in whole):
+        reason = NESTED
+    return Findings(reason, goes_by_loss, any(step.acts_before_closure for step in whole))
 
 
 def _least(whole: Sequence[_Step], optimizer: Optimizer, bench: _Bench) -> str | None:
@@ -174,37 +190,10 @@ def state_tensors_of(optimizer: Optimizer, device: torch.device = HOST) -> int:
         tried.grad = torch.ones_like(tried)
         with trying(optimizer), suppress(Exception):  # an optimizer may ask for anything
             trial = trial_of(optimizer, [[tried] for _ in optimizer.param_groups])
-            unhooked(type(optimizer).step)(trial)
+            step_alone(trial)
             state = trial.state[tried].values()
             return sum(isinstance(value, Tensor) and value.shape == tried.shape for value in state)
     return 2
-
-
-def goes_by_loss(optimizer: Optimizer, device: torch.device = HOST) -> bool:
-    """Whether a step of an optimizer, which steps on `device`, goes by the loss that its closure returns, found by
-    steps on small tensors with falling and with growing losses."""
-    if is_element_wise(optimizer):
-        return False
-    for bench in _benches(device):
-        with trying(optimizer), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
-            whole = list(_updates(optimizer, _tensors_in_turn, 1, bench))
-            return bool(whole) and not _agrees(whole, optimizer, _tensors_in_turn, 1, bench._replace(loss_power=-1))
-    return False
-
-
-def acts_before_closure(optimizer: Optimizer, device: torch.device = HOST) -> bool:
-    """Whether a step of an optimizer, which steps on `device`, changes weights, or makes state of them, before it calls
-    its closure, found by steps on small tensors."""
-    if is_element_wise(optimizer):
-        return False
-    for bench in _benches(device):
-        with trying(optimizer), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
-            values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
-            trial = Trial(optimizer, values, lambda tensor, _: tensor)
-            for number in range(2):
-                trial.step(_gradients(optimizer, number, bench))
-            return trial.acts_before_closure
-    return False
 
 
 def calls_closure_again(optimizer: Optimizer, device: torch.device = HOST) -> bool:
@@ -225,7 +214,7 @@ def calls_closure_again(optimizer: Optimizer, device: torch.device = HOST) -> bo
 
         with trying(optimizer), suppress(Exception):  # it may ask for anything, and hold what cannot be copied
             trial = trial_of(optimizer, [[parameter] for parameter in tried])
-            unhooked(type(optimizer).step)(trial, closure)
+            step_alone(trial, closure)
             break
     return calls > 1
 
@@ -257,32 +246,6 @@ def _agrees(whole: Sequence[_Step], optimizer: Optimizer, part: Part, ranks: int
         return False
 
 
-def _nests(optimizer: Optimizer, bench: _Bench) -> bool:
-    """Whether, in its first steps, an optimizer puts tensors into containers in the state of a parameter. Of these no
-    other rank can be told whether they are cut as the parameter is."""
-    values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
-    trial = Trial(optimizer, values, lambda tensor, _: tensor)
-    for number in range(len(SCALES)):
-        trial.step(_gradients(optimizer, number, bench))
-    return any(nested_in(state) for one in wrapped_in(trial.optimizer) for state in one.state.values())
-
-
-def nested_in(state: Any) -> list[str]:
-    """Returns where in the state of one parameter tensors with dimensions stand in containers."""
-    entries = state.items() if isinstance(state, Mapping) else ()
-    return [found for name, value in entries if not isinstance(value, Tensor) for found in large_in(value, name)]
-
-
-def large_in(tree: Any, place: str = "") -> list[str]:
-    """Returns where in a tree there are tensors with dimensions."""
-    if isinstance(tree, Tensor):
-        return [repr(place)] if tree.dim() else []
-    if isinstance(tree, Mapping | list | tuple):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        return [found for key, value in items for found in large_in(value, f"{place}.{key}".lstrip("."))]
-    return []
-
-
 def _draws(optimizer: Optimizer, bench: _Bench) -> bool:
     """Whether a step draws random numbers: from torch, numpy or Python, or from a generator of the optimizer's own,
     which gives the same ones to each copy of the optimizer. Other threads, which load data, draw from the first three
@@ -297,7 +260,7 @@ def _has_drawn_meanwhile(optimizer: Optimizer, bench: _Bench) -> bool:
     trial = Trial(optimizer, values, lambda tensor, _: tensor)
     with restoring_random_state():  # one that seeds torch itself would find the state that it left in the last try
         before = _random_states(trial.optimizer)
-        trial.step(_gradients(optimizer, 0, bench))
+        trial.step(next(_gradients(optimizer, bench)))
         after = _random_states(trial.optimizer)
     return any(before.get(source) != state for source, state in after.items())
 
@@ -327,16 +290,18 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Ite
     fails, or its updates are not finite."""
     values = [_values(group["params"], 0, bench) for group in optimizer.param_groups]
     trials = [Trial(optimizer, values, partial(part, rank, ranks)) for rank in range(ranks)]
-    for trial in trials * bench.begins:
-        trial.step(_gradients(optimizer, 0, bench))
-    for number, moment in enumerate(MOMENTS):
+    if bench.begins:
+        first = next(_gradients(optimizer, bench))
+        for trial in trials * bench.begins:
+            trial.step(first)
+    for number, (moment, gradients) in enumerate(zip(MOMENTS, _gradients(optimizer, bench), strict=False)):
         is_late = number >= len(SCALES)
         before = [tensor.clone() for group in values for tensor in group]
         try:
             for trial in trials:
                 if is_late:
                     trial.move_on(moment - MOMENTS[number - 1] - 1)
-                trial.step(_gradients(optimizer, number, bench), float(moment) ** bench.loss_power)
+                trial.step(gradients, float(moment) ** bench.loss_power)
         except Exception:  # the steps before a late one were never taken
             if is_late:
                 return
@@ -344,17 +309,20 @@ def _updates(optimizer: Optimizer, part: Part, ranks: int, bench: _Bench) -> Ite
         updates = [now - then for now, then in zip(itertools.chain(*values), before, strict=True)]
         if is_late and not all(update.isfinite().all() for update in updates):
             return
-        yield _Step(updates, [trial.kept() for trial in trials])
+        kept, nests = [trial.kept() for trial in trials], any(trial.nests() for trial in trials)
+        yield _Step(updates, kept, nests, any(trial.acts_before_closure for trial in trials))
 
 
-def _gradients(optimizer: Optimizer, number: int, bench: _Bench) -> Groups:
-    """Makes gradients that are alike in all steps, as those of training are: some optimizers go faster by it."""
-    scale = SCALES[number] if number < len(SCALES) else 1.0
-    groups = []
-    for group in optimizer.param_groups:
-        always, now = (_values(group["params"], seed, bench) for seed in (1, 2 + number))
-        groups.append([scale * (one + other) for one, other in zip(always, now, strict=True)])
-    return groups
+def _gradients(optimizer: Optimizer, bench: _Bench) -> Iterator[Groups]:
+    """Makes gradients of step after step, alike in all, as those of training are: some optimizers go faster by it."""
+    groups = optimizer.param_groups
+    always = [_values(group["params"], 1, bench) for group in groups]
+    for number in itertools.count():
+        scale = SCALES[number] if number < len(SCALES) else 1.0
+        now = [_values(group["params"], 2 + number, bench) for group in groups]
+        yield [
+            [scale * (one + other) for one, other in zip(*pair, strict=True)] for pair in zip(always, now, strict=True)
+        ]
 
 
 def _values(parameters: Sequence[Parameter], seed: int, bench: _Bench) -> list[Tensor]:

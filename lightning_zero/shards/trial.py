@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, final
@@ -50,7 +50,6 @@ def trying(optimizer: Optimizer) -> Iterator[None]:
         unseen(map(type, wrapped_in(optimizer))),
         restoring_random_state(),
         torch.compiler.set_stance("force_eager"),
-        _Alone(),
     ):
         yield
 
@@ -65,6 +64,12 @@ def restoring_random_state() -> Iterator[None]:
     finally:
         random.setstate(state)
         np.random.set_state(of_numpy)
+
+
+def step_alone(trial: Optimizer, *closure: Callable[[], Tensor]) -> None:
+    """Steps a copy of an optimizer without hooks and other ranks: raises CommunicatesError where it asks them."""
+    with _Alone():
+        unhooked(type(trial).step)(trial, *closure)
 
 
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,6 +124,11 @@ class Trial:
                 found.update({(number, "state", at, n): entry for n, entry in (numbers | tables).items()})
         return found
 
+    def nests(self) -> bool:
+        """Returns whether there are tensors in containers in the state of a parameter. Of these no other rank can be
+        told whether they are cut as the parameter is."""
+        return any(nested_in(state) for one in wrapped_in(self.optimizer) for state in one.state.values())
+
     def move_on(self, steps: int) -> None:
         """Adds `steps` to every number that has counted the latest step."""
         for holder, name in _numbers(self.optimizer):
@@ -156,6 +166,22 @@ def _is_table(value: Any, parameter: Tensor) -> bool:
     if not isinstance(value, Tensor) or not 1 < value.numel() <= parameter.numel() or value.is_complex():
         return False
     return value.shape not in (parameter.shape, (-(-parameter.numel() // BLOCK),))
+
+
+def nested_in(state: Any) -> list[str]:
+    """Returns where in the state of one parameter tensors with dimensions stand in containers."""
+    entries = state.items() if isinstance(state, Mapping) else ()
+    return [found for name, value in entries if not isinstance(value, Tensor) for found in large_in(value, name)]
+
+
+def large_in(tree: Any, place: str = "") -> list[str]:
+    """Returns where in a tree there are tensors with dimensions."""
+    if isinstance(tree, Tensor):
+        return [repr(place)] if tree.dim() else []
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        return [found for key, value in items for found in large_in(value, f"{place}.{key}".lstrip("."))]
+    return []
 
 
 def _begin_state(optimizer: Optimizer, trial: Optimizer) -> None:
@@ -196,19 +222,20 @@ def _step(trial: Optimizer, loss_before: float) -> bool:
         """A quadratic loss, which has the given gradients at the start. Where SAM moves to there are others, and a line
         search gets somewhere, as it would not where the loss is constant."""
         has_state = [len(one.state.get(p, ())) for one in wrapped_in(trial) for p, *_ in given]
-        early.append(has_state != had_state or not all(p.equal(before) for p, _, before in given))
+        moved = [(p, grad, p.detach() - before) for p, grad, before in given if not p.equal(before)]
+        early.append(has_state != had_state or bool(moved))
+        for parameter, grad, _ in given:
+            parameter.grad = grad.clone()
         loss = given[0][0].new_full((), loss_before)
-        for parameter, grad, before in given:
-            way = parameter.detach() - before
+        for parameter, grad, way in moved:
             parameter.grad = grad + way
             loss += (way * (grad + way / 2)).sum()
         return loss
 
-    step = unhooked(type(trial).step)
     try:
-        step(trial, closure)  # as in training by the Trainer; some need it, others go by the loss
+        step_alone(trial, closure)  # as in training by the Trainer; some need it, others go by the loss
     except Exception:
-        step(trial)
+        step_alone(trial)
     return any(early[:1])
 
 
