@@ -18,7 +18,6 @@ from lightning.fabric.plugins import BitsandbytesPrecision, Precision
 from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
@@ -29,7 +28,7 @@ from lightning_zero.checkpoint import resume
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
 from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
-from lightning_zero.pl.sharded_module import ShardedModule, SyncControl
+from lightning_zero.pl.sharded_module import SetUp, ShardedModule, SyncControl
 from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
@@ -89,8 +88,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if is_plugin(of.checkpoint_io):
             self.checkpoint_io = of.checkpoint_io
         self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it
-        self._modules: list[ShardedModule] = []  # set up, as the optimizers are; users may name either first
-        self._optimizers: list[Optimizer] = []
+        self._set_up = SetUp()
         self._steps = 0  # of all optimizers
         self._skipped = SkippedSteps(of._settings.max_skipped_steps)
         self._overflows: dict[Optimizer, Overflow] = {}  # of gradients that are unscaled, and not stepped yet
@@ -148,17 +146,13 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def setup_module(self, module: Module) -> ShardedModule:  # type: ignore[override]
         mesh = Mesh.of(self._ensure_comm(), self._settings.options.replicate_size)
         broadcast_states(module, foreign_parameters(module), mesh)  # users may copy it before the engine is made
-        return self._wrap(module)
-
-    def _wrap(self, module: Module) -> ShardedModule:
-        self._modules.append(ShardedModule(module, self._make_engine))
-        return self._modules[-1]
+        return self._set_up.wrap(module, self._make_engine)
 
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Module, list[Optimizer], Any]:
-        sharded = self._wrap(module)
+        sharded = self._set_up.wrap(module, self._make_engine)
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
         _ = sharded.engine  # made here, where all ranks are, and not in the first forward
@@ -177,10 +171,10 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 f"{type(optimizer).__name__} moves weights in train() and eval(), which Fabric calls on a copy of it "
                 "that knows nothing of shards. Use a Trainer, or stage=0."
             )
-        for sharded in self._modules:
+        for sharded in self._set_up.modules:
             if sharded.made is not None and sharded.is_stepped_by(optimizer):
                 self._discard_engine(sharded)
-        self._optimizers.append(optimizer)
+        self._set_up.optimizers.append(optimizer)
         return optimizer
 
     def _discard_engine(self, sharded: ShardedModule) -> None:
@@ -200,8 +194,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         sharded.made = None
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
-        optimizers = self._optimizers_of(sharded)
-        builder, number = "fabric.init_module()", self._modules.index(sharded)
+        optimizers = self._set_up.optimizers_of(sharded)
+        builder, number = "fabric.init_module()", self._set_up.modules.index(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, builder, number=number)
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
@@ -270,29 +264,17 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        wanted: Any = what.module if isinstance(what, Module) and is_wrapped(what) else what
-        found = [sharded for sharded in self._modules if what is None or sharded.has(wanted)]
-        if len(found) != 1:
-            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
-            raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
-        return found[0].engine
+        return self._set_up.engine_of(what)
 
     @property
     @override
     def _engines(self) -> list[Engine]:
-        return [sharded.made for sharded in self._modules if sharded.made is not None]
+        return self._set_up.engines()
 
     @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
-        """A module without optimizers may get some later: no engine is made for it here."""
-        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
-
-    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
-        """Returns the optimizers that step a module."""
-        if sharded.made is not None:
-            return sharded.made.optimizers
-        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
+        return self._set_up.stepped_in()
 
     # -- checkpoints
 
@@ -324,7 +306,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def _bytes_to_save(self) -> int:
-        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
+        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._set_up.modules)
 
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""
@@ -395,7 +377,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def advise_on(self, error: BaseException) -> None:
         """Says, if memory has run out, what has grown, and which options free most; of each error once."""
         where = f"on rank {self.global_rank}, in step {self._steps}"
-        tell_once(error, lambda: advise(self, error, where, self._modules[0].module if self._modules else None))
+        module = next((sharded.module for sharded in self._set_up.modules), None)
+        tell_once(error, lambda: advise(self, error, where, module))
 
     @override
     def teardown(self) -> None:
@@ -403,9 +386,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         for engine in self._engines:
             if self._copies_that_fit(engine):
                 engine.close()
-        for optimizer in self._optimizers:
+        for optimizer in self._set_up.optimizers:
             vars(optimizer).pop("load_state_dict", None)
-        self._modules, self._optimizers = [], []
+        self._set_up = SetUp()
         super().teardown()
 
     def __repr__(self) -> str:

@@ -6,7 +6,6 @@ A gradient takes one route: autograd writes `p.grad` -> `collect` -> (the last o
 read. On one rank, unless gradients rest in another tier, nothing is reduced.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,6 @@ from lightning_zero.shards.layout import Chunk, overlap
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import as_dense, nothing_of
 from lightning_zero.tiers.array import InMemory
-from lightning_zero.tiers.ledger import Category
 from lightning_zero.wire.comm import Work
 
 
@@ -298,7 +296,7 @@ class GradientShard:
             return
         group, averaged = self.group, self.averaged
         if group.setting.mesh.replicate.size > 1:
-            self._reduce_between_replicas(total, name)
+            group.sum_over_replicas(total, name)
         contributions = averaged.ranks
         if not averaged.is_spread:
             assert averaged.full_grad is not None
@@ -321,16 +319,6 @@ class GradientShard:
             averaged.squares.write(chunk, total.div_(contributions), group.slots)
         else:
             averaged.owned_grad.write(chunk.in_shard, total.div_(contributions))
-
-    def _reduce_between_replicas(self, total: Tensor, name: str) -> None:
-        """Sums `total` over the ranks that hold the same shard: 1/N of the gradient crosses between shard groups."""
-        replicate, place = self.group.setting.mesh.replicate, self.group.places.gathered
-        rows = total.view(replicate.size, -1)
-        shape = (1 + replicate.scratch_rows, rows.shape[1])
-        beside = self.group.setting.ledger.allocate(Category.BUCKET, math.prod(shape), rows.dtype, place).view(shape)
-        mine = beside[0]
-        replicate.reduce_scatter(mine, rows, beside[1:], name).wait()
-        replicate.all_gather(rows, mine, name).wait()
 
     def wait(self) -> None:
         """Waits until all reductions under way are stored."""

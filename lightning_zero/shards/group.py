@@ -253,6 +253,16 @@ class ShardGroup:
         """Takes part in the other ranks' `all_gather`, and keeps nothing."""
         return self.all_gather(None, shard, purpose, diverges)
 
+    def sum_over_replicas(self, total: Tensor, purpose: str) -> None:
+        """Sums a part of a gradient over the ranks that hold the same shard, in place: 1/N of a gradient crosses
+        between shard groups."""
+        replicate, place = self.setting.mesh.replicate, self.places.gathered
+        rows = total.view(replicate.size, -1)
+        shape = (1 + replicate.scratch_rows, rows.shape[1])
+        beside = self.setting.ledger.allocate(Category.BUCKET, math.prod(shape), rows.dtype, place).view(shape)
+        replicate.reduce_scatter(beside[0], rows, beside[1:], purpose).wait()
+        replicate.all_gather(rows, beside[0], purpose).wait()
+
     # -- steps that are postponed until the values are wanted
 
     def postpone(self, step: Callable[[], None], *, needs_all: bool = False) -> None:
