@@ -109,7 +109,6 @@ def profilers(folder: Path) -> dict[str, Profiler]:
 def fit_watched(strategy: Any, folder: Path, profiler: str, bar: str) -> dict[str, Any]:
     """One run with all callbacks that only look, save or stop: a fit, a test, a prediction."""
     L.seed_everything(1, verbose=False)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     calls: list[str] = []
     hooks = ["setup", "on_train_start", "on_validation_end", "on_train_epoch_end", "on_fit_end", "teardown"]
     summary = (Summarises if bar == "tqdm" else SummarisesRichly)(max_depth=-1)
@@ -161,7 +160,7 @@ def fit_watched(strategy: Any, folder: Path, profiler: str, bar: str) -> dict[st
         "uploaded": uploads.uploaded,
         "profiled": {_plain(name) for name in _recorded(run.profiler)},
     }
-    if rank == 0:
+    if run.is_global_zero:
         board = EventAccumulator(str(folder / "board")).Reload()
         found["graph"] = len(board.Graph().node) if board.Tags()["graph"] else 0
         found["scalars"] = sorted(board.Tags()["scalars"])

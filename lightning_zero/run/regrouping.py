@@ -39,7 +39,8 @@ class Regrouping:
 
     def __post_init__(self) -> None:
         self._trained = {id(slot.parameter) for shard in self.reductions.shards for slot in shard.group.slots}
-        self._known = {id(p): p for p in self.module.parameters()}  # kept alive, so that ids stay theirs
+        # At set-up. Kept alive, so that ids stay theirs; those that are taken in later live in their groups.
+        self._known = {id(p): p for p in self.module.parameters()}
 
     def newly_trainable(self) -> dict[str, Parameter]:
         """Returns, by name, parameters that train and have not been taken in."""
@@ -53,7 +54,6 @@ class Regrouping:
         Parameters made since set-up take rank 0's values; all others keep every bit.
         """
         broadcast_new(newly, self._known, self.setting.mesh)
-        self._known |= {id(parameter): parameter for parameter in newly.values()}
         added = assembly.add(newly, self.reductions.pools, self.setting, self.options)
         groups = [shard.group for shard in added.shards]
         self.loans.add(added.groups, groups)
