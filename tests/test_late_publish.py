@@ -102,12 +102,15 @@ def scripted() -> nn.Module:
 
 @pytest.mark.parametrize("make", [Fused, scripted])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_kernel_past_torch_sees_the_latest_weights_of_a_child(stage: int, make: Any) -> None:
+def test_a_kernel_past_torch_sees_the_latest_weights_of_a_child_of_whatever_age(stage: int, make: Any) -> None:
     def run(comm: Comm, **options: Any) -> dict[str, torch.Tensor]:
         model = seeded(lambda: nn.Sequential(make(), nn.ModuleDict({"a": make()})["a"]))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
-        for _ in range(3):
+        for step in range(4):
+            if step == 1:
+                model.add_module("later", seeded(make))
+                optimizer.add_param_group({"params": [*model[-1].parameters()]})
             backward(engine)
             optimizer.step()
             optimizer.zero_grad()
