@@ -99,13 +99,20 @@ def test_sparse_adam_trains_as_under_ddp(stage: int, ranks: int, options: dict[s
                 assert_same_bits(*({k: v for k, v in e.items() if k != "step"} for e in (state[index], entries)))
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at set-up", "thawed and given later"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_dense_gradient_is_refused_in_torchs_words(stage: int) -> None:
+def test_a_dense_gradient_is_refused_in_torchs_words(stage: int, later: bool) -> None:
     def on_rank(comm: Comm) -> None:
-        model = nn.Embedding(9, 5)
-        engine = Engine(model, [torch.optim.SparseAdam(model.parameters())], stage=stage, comm=comm)
+        model = nn.ModuleList([nn.Embedding(9, 5), nn.Embedding(9, 5, sparse=True)])
+        dense, sparse = ([*embedding.parameters()] for embedding in model)
+        model[0].requires_grad_(not later)
+        optimizer = torch.optim.SparseAdam(sparse if later else sparse + dense)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm)
+        if later:
+            model[0].requires_grad_()
+            optimizer.add_param_group({"params": dense})
         with engine.forward():
-            loss = model(torch.tensor([1, 2])).sum()
+            loss = model[0](torch.tensor([1, 2])).sum()
         told = r"SparseAdam does not support dense gradients.*sparse=True"
         with pytest.raises(RuntimeError, match=told), engine.backward():
             loss.backward()
