@@ -239,13 +239,21 @@ class Noisy(SGD):
             "seeded": lambda: torch.randn_like(p),
             "numpy": lambda: np.random.standard_normal(p.shape),
             "python": random.random,
+            "system": random.SystemRandom().random,
             "torch of its own": lambda: torch.randn(p.shape, generator=self.of_torch),
             "numpy of its own": lambda: self.of_numpy.standard_normal(p.shape),
             "python of its own": self.param_groups[0]["of_python"].random,
         }[self.source]()
 
 
-SOURCES = ["torch", "seeded", "numpy", "python", *(f"{name} of its own" for name in ("torch", "numpy", "python"))]
+SOURCES = [
+    "torch",
+    "seeded",
+    "numpy",
+    "python",
+    "system",
+    *(f"{name} of its own" for name in ("torch", "numpy", "python")),
+]
 
 
 @pytest.mark.parametrize("source", SOURCES)
