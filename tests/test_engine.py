@@ -14,6 +14,7 @@ from compare import assert_same_bits
 from lightning_zero import ActivationCheckpointing, Offload, ZeroStrategy
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.slot import slot_of
+from lightning_zero.tiers.ledger import Category, Tier
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 from models import Maker, adamw, assorted, clone, loss_of, sgd, weights
@@ -275,6 +276,18 @@ def test_a_lazy_layer_that_is_added_in_training_is_taken_in_once_it_has_its_shap
         assert (slot_of(model[1].weight) is not None) == is_known
         with engine.forward():
             assert model(torch.ones(1, 2)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_optimizers_nothing_is_trained_also_where_autograd_records(stage: int) -> None:
+    def on_rank(comm: Comm) -> list[int]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = Engine(model, [], stage=stage, comm=comm)
+        with engine.forward():
+            assert model(torch.ones(2, 4)).requires_grad
+        return [engine.ledger.peak_in[category, Tier.DEVICE] for category in (Category.GRADIENT, Category.BUCKET)]
+
+    assert ThreadWorld(2).run(on_rank) == [[0, 0]] * 2
 
 
 def test_integer_parameters_rest_beside_the_optimizer_that_lists_them() -> None:
