@@ -328,6 +328,27 @@ def test_an_optimizer_that_draws_random_numbers_is_refused_and_told_that_it_does
             ThreadWorld(2).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
 
 
+class SharpnessAware(SGD):
+    """Goes by the gradients at a point that it has moved each tensor to, by the norm of its gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.zero_grad()  # what closures of users do
+        closure()
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [(p, p.grad / p.grad.norm()) for p in stepped]
+        for p, move in moves:
+            p.add_(move)
+        closure()
+        for p, move in moves:
+            p.sub_(move)
+        super().step()
+
+
+def test_gradients_of_a_closure_are_those_of_where_it_is_called() -> None:
+    assert why_not_in_pieces(SharpnessAware(parameters(), lr=0.1)) == BY_TENSOR
+
+
 def test_matrices_alone_are_tried_where_an_optimizer_has_matrices_alone() -> None:
     assert why_not_in_pieces(torch.optim.Muon(parameters((8, 4), (4, 4)), lr=0.1)) == BY_TENSOR
     assert why_not_in_pieces(torch.optim.Adafactor(parameters((8, 4)))) == BY_TENSOR
