@@ -1,6 +1,7 @@
 """What begins to train in the middle of training: whole runs on two real ranks, beside a DDP that averages it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import nn
 
 import regroup_jobs
 from compare import assert_same_bits, differing
+from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
 from ranks import RankPool
 from thread_world import ThreadWorld
-from unit_jobs import WIDTH, state_of, tower, x
+from unit_jobs import WIDTH, assert_as_on_one_device, state_of, tower, x
 
 STAGES = [1, 2, 3]
 BESIDE = {"Grown": "GrownFromTheStart", "Assigned": "AssignedFromTheStart"}
@@ -179,3 +181,46 @@ def test_a_gradient_that_users_give_what_is_frozen_is_stepped(stage: int) -> Non
     expected = train(module, None, optimizer)
     for found in ThreadWorld(2).run(on_rank):
         assert_same_bits(found, expected)
+
+
+def halve(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def assign(weight: nn.Parameter) -> None:
+    weight.data = weight.detach() * 0.5
+
+
+def write_past_torch(weight: nn.Parameter) -> None:
+    weight.data.numpy()[:] *= 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": Offload("cpu")}], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("edit", [halve, assign, write_past_torch])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_that_begin_to_train_later_may_be_edited_between_steps(
+    stage: int, edit: Callable[[nn.Parameter], None], options: dict[str, Any]
+) -> None:
+    start = tower()
+    start[1].requires_grad_(False)
+
+    def act(model: Any, engine: Engine | None, optimizer: Any, _: Comm | None) -> dict[str, torch.Tensor]:
+        for step in range(4):
+            if step == 1:
+                model[1].requires_grad_()
+                model.append(nn.Linear(WIDTH, WIDTH, bias=False))
+                model[-1].weight.data.fill_(0.1)
+                optimizer.add_param_group({"params": [*model[1].parameters(), *model[-1].parameters()]})
+            if step >= 2:
+                edit(model[1][0].weight)
+                edit(model[-1].weight)
+            with nullcontext() if engine is None else engine.forward():
+                loss = model(x(1.0 + step)).square().mean()
+            with nullcontext() if engine is None else engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(start, act, stage, **options)
