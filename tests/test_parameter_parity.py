@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import Offload
 from lightning_zero.run.parameter import RestingParameter
@@ -545,3 +546,77 @@ def test_after_close_nothing_rests(stage: int, dtype: torch.dtype | None) -> Non
         assert dict(comm.calls) == before
 
     on_engine(pair(), act, stage, autocast_dtype=dtype)
+
+
+class Borrows(nn.Module):
+    """Computes with the weights of layers that it does not call, inside of `around`."""
+
+    def __init__(self, around: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.convs = nn.ModuleList([nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(4)])  # save their weights themselves
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.around():
+            for linear, conv in zip(self.linears, self.convs, strict=True):
+                x = nn.functional.linear(x, linear.weight, linear.bias).tanh()
+                x = nn.functional.conv1d(x.T[None], conv.weight, conv.bias)[0].T.tanh()
+        return x
+
+
+def keeping_what_is_saved() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def without_hooks() -> Any:
+    return torch.autograd.graph.disable_saved_tensors_hooks("none here")
+
+
+@pytest.mark.parametrize("around", [nullcontext, keeping_what_is_saved, without_hooks])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_computed_with_borrowed_weights_has_its_gradients(stage: int, around: Callable[[], Any]) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for number in range(3):
+            optimizer.zero_grad()
+            with nullcontext() if engine is None or around is without_hooks else engine.forward():  # which sets some
+                loss = model(x(1.0 + number)).square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(seeded(lambda: Borrows(around)), act, stage, prefetch=0)
+
+
+class Keeps(nn.Module):
+    """Keeps a view of a weight that a recomputed block has read, and uses it after other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        views: list[Tensor] = []
+
+        def block(x: Tensor) -> Tensor:
+            views.append(self.layers[0].weight.T)
+            return (x @ views[-1]).tanh()
+
+        x = checkpoint(block, x, use_reentrant=False)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x @ views[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_view_that_a_recomputed_block_has_made_keeps_its_values(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> dict[str, Tensor]:
+        for number in range(3):
+            optimizer.zero_grad()
+            with nullcontext() if engine is None else engine.forward():
+                loss = model(x(1.0 + number)).square().mean()
+            loss.backward()
+            optimizer.step()
+        return state_of(model, engine)
+
+    assert_as_on_one_device(seeded(Keeps), act, stage, prefetch=0)

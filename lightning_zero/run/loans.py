@@ -97,7 +97,7 @@ class Loans(Lender):
         # Activation checkpointing compares what autograd saves in forward and in recomputation. A recomputed layer may
         # come here where its first forward did not, so the checkpoint's hooks must see parameters themselves both
         # times. What the checkpoint keeps of them it drops in the same backward.
-        notes = not self.saved.is_inside_others
+        notes = not self.saved.is_inside_checkpoint
         recomputes = not notes and backward_number() != -1
         if notes and not self.saved.push():
             self.lasting.hold(unit)

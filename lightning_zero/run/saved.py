@@ -87,6 +87,12 @@ class SavedParameters:
         innermost = innermost_saved_hooks(False)
         return innermost is not None and not isinstance(innermost[0], _Ours)
 
+    @property
+    def is_inside_checkpoint(self) -> bool:
+        """Whether what is saved now goes to torch's checkpoint, which counts it, and to no hooks inside of it."""
+        innermost = innermost_saved_hooks(False)
+        return innermost is not None and _recomputes(innermost[0])
+
     def push(self) -> bool:
         """Sets our hooks, until `pop`. Returns False where torch allows none, inside `torch.func` transforms."""
         outer = innermost_saved_hooks(False)
@@ -124,7 +130,7 @@ class SavedParameters:
                 self.pop()
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        is_recomputed = getattr(otherwise, "__module__", None) == torch.utils.checkpoint.__name__
+        is_recomputed = _recomputes(otherwise)
         with no_interception():
             saved = self._itself(tensor, is_recomputed) or self._place_of(tensor, is_recomputed)
         if saved is not None and is_recomputed:
@@ -189,6 +195,11 @@ class SavedParameters:
         if is_recomputed:
             self._lasting.show_edits(unit)
         unit.wait()
+
+
+def _recomputes(pack: Any) -> bool:
+    """Whether a hook on what is saved is one of torch's checkpoint."""
+    return getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 
 
 def _accumulates_in(unit: Unit) -> bool:
