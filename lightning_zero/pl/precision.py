@@ -131,7 +131,8 @@ class ShardedGradients(Precision):
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         engine = self._live_engine
-        with nullcontext() if engine is None else engine.backward():
+        is_lightnings = getattr(model.backward, "__func__", None) is pl.LightningModule.backward
+        with nullcontext() if engine is None else engine.backward(in_user_code=not is_lightnings):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def _wrap_closure(  # type: ignore[override]
