@@ -1,6 +1,7 @@
 """LightningModules and whole Trainer runs that the tests of the strategy call on real ranks."""
 
 import ctypes
+import functools
 import logging
 import multiprocessing as mp
 import os
@@ -298,23 +299,69 @@ def fit_clipped(strategy: Any, world: int, clip: str) -> dict[str, Any]:
     return {"losses": model.losses, "norms_after": after}
 
 
-class LooksOnceClipped(Classifier):
+class Looking(Classifier):
     """Rank 0 alone reads a weight between clipping and the step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
-    def configure_gradient_clipping(self, optimizer: Any, *settings: Any, **named: Any) -> None:
-        self.clip_gradients(optimizer, *settings, **named)
+    def look(self) -> None:
         if self.global_rank == 0:
             self.seen.append(float(self.net[4].weight.norm()))
 
 
-def exchanges_of_steps(strategy: Any, clip: float | None, looks: bool = False, accumulate: int = 1) -> dict[str, Any]:
+class LooksOnceClipped(Looking):
+    def configure_gradient_clipping(self, optimizer: Any, *settings: Any, **named: Any) -> None:
+        self.clip_gradients(optimizer, *settings, **named)
+        self.look()
+
+
+class LooksInAWrapper(Looking):
+    """Lightning's own method, inside of a function of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        theirs = self.configure_gradient_clipping
+
+        @functools.wraps(theirs)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            theirs(*args, **kwargs)
+            self.look()
+
+        self.configure_gradient_clipping = wrapper  # type: ignore[method-assign]
+
+
+class LooksByHand(Looking):
+    """Clips in a closure, in manual optimization: a hook comes between that and the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            self.losses.append(loss.item())
+            return loss
+
+        optimizer.step(closure)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look()
+
+
+def exchanges_of_steps(
+    strategy: Any, clip: float | None, kind: type[Classifier] = Classifier, accumulate: int = 1
+) -> dict[str, Any]:
     """How often ranks tell each other what they want, in each batch of an epoch."""
     L.seed_everything(1, verbose=False)
-    model = LooksOnceClipped() if looks else Classifier()
+    model = kind()
     counts: list[int] = []
 
     class Counts(L.Callback):

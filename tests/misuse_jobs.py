@@ -39,6 +39,11 @@ class SeveralBackwards(Kind):
         loss.backward()
 
 
+class BackwardOfTheSum(Kind):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss + loss).backward()
+
+
 # -- other dtypes
 
 

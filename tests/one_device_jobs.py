@@ -100,7 +100,7 @@ def hooks_of(*classes: type) -> set[str]:
 
 
 # `to` moves the model, which the engine does by itself. Loading asks for the module's names.
-_OF_MODULE = hooks_of(L.LightningModule) - hooks_of(nn.Module) - {"optimizers", "log", "log_dict", "print"}
+_OF_MODULE = hooks_of(L.LightningModule) - hooks_of(nn.Module) - {"log", "log_dict", "print"}
 _OF_MODULE |= {"forward", "train", "eval", "zero_grad", "load_state_dict", "requires_grad_"}
 
 

@@ -148,14 +148,20 @@ def test_ranks_that_have_met_to_clip_do_not_meet_again_to_step(stage: int, two_r
 def test_batches_that_accumulate_at_stage_3_need_no_agreement_but_the_one_of_their_step(
     clip: float | None, two_ranks: RankPool
 ) -> None:
-    found, _ = two_ranks.run(jobs.exchanges_of_steps, {"stage": 3}, clip, False, 2)
+    found, _ = two_ranks.run(jobs.exchanges_of_steps, {"stage": 3}, clip, jobs.Classifier, 2)
     assert found["exchanges"][-4:-1] == [0, 1, 0]  # validation follows the last batch
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_that_looks_at_a_weight_between_clipping_and_step_sees_ddps(stage: int, two_ranks: RankPool) -> None:
-    found = two_ranks.run(jobs.exchanges_of_steps, {"stage": stage}, 0.05, True)
-    expected = two_ranks.once(jobs.exchanges_of_steps, "ddp_find_unused_parameters_true", 0.05, True)
+@pytest.mark.parametrize(
+    ("kind", "clip"), [(jobs.LooksOnceClipped, 0.05), (jobs.LooksInAWrapper, 0.05), (jobs.LooksByHand, None)]
+)
+def test_a_rank_that_looks_at_a_weight_between_clipping_and_step_sees_ddps(
+    kind: type[jobs.Classifier], clip: float | None, stage: int, two_ranks: RankPool
+) -> None:
+    given = {"stage": stage, "units": "modules"} if stage == 3 else {"stage": stage}  # so that reading gathers
+    found = two_ranks.run(jobs.exchanges_of_steps, given, clip, kind)
+    expected = two_ranks.once(jobs.exchanges_of_steps, "ddp_find_unused_parameters_true", clip, kind)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
         assert mine["seen"] == pytest.approx(theirs["seen"], rel=1e-6)

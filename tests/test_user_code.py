@@ -83,6 +83,15 @@ def test_a_rank_without_a_loss_contributes_zeros_to_the_average(settings: dict[s
             assert differing(mine["weights"], theirs["weights"]) == []
 
 
+def test_a_rank_without_a_loss_contributes_zeros_also_where_backward_is_the_users_own(two_ranks: RankPool) -> None:
+    fit, skips, kind = user_jobs.fit_skipping, user_jobs.rank_1_skips_one, user_jobs.SkippingInBackward
+    expected = two_ranks.once(fit, DDP, skips, True)
+    for stage in STAGES:
+        for mine, theirs in zip(two_ranks.run(fit, {"stage": stage}, skips, False, kind), expected, strict=True):
+            assert mine["losses"] == theirs["losses"]
+            assert differing(mine["weights"], theirs["weights"]) == []
+
+
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
 def test_where_no_rank_has_a_loss_nothing_is_stepped(settings: dict[str, Any], two_ranks: RankPool) -> None:
     """Momentum would move weights by zeros, too."""

@@ -106,6 +106,15 @@ class ClippedByHand(Classifier):
         optimizer.step()
 
 
+class ClippedInBackward(Classifier):
+    """Reads and edits gradients where it has just made them."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        self.losses.append(sum(p.grad.sum().item() for p in self.parameters() if p.grad is not None))
+
+
 class Factored(Classifier):
     """Its optimizer looks at whole tensors."""
 
@@ -174,10 +183,8 @@ class Synchronised(Classifier):
             gradient /= 2
 
 
-MODULES = {
-    module.__name__: module
-    for module in (Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, Factored, Edited, Assigned, Synchronised)
-}
+_KINDS = [Gan, Penalised, ManyLayers, Checkpointed, ClippedByHand, ClippedInBackward, Factored, Edited, Assigned]
+MODULES = {module.__name__: module for module in [*_KINDS, Synchronised]}
 
 
 def fit_module(strategy: Any, name: str, **kwargs: Any) -> dict[str, Any]:
@@ -562,6 +569,13 @@ class Skipping(ClipsByExactNorm):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+class SkippingInBackward(Skipping):
+    """Has a backward of its own."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+
+
 def rank_1_skips_one(rank: int, batch_idx: int) -> bool:
     return rank == 1 and batch_idx == 1
 
@@ -570,10 +584,16 @@ def all_skip_the_last_two(rank: int, batch_idx: int) -> bool:
     return batch_idx in (2, 3)
 
 
-def fit_skipping(strategy: Any, without: Callable[[int, int], bool], told: bool = False, **kwargs: Any) -> Any:
+def fit_skipping(
+    strategy: Any,
+    without: Callable[[int, int], bool],
+    told: bool = False,
+    kind: type[Skipping] = Skipping,
+    **kwargs: Any,
+) -> Any:
     """Four batches on each rank."""
     L.seed_everything(1, verbose=False)
-    model, batches = Skipping(without, told), loader(samples=32)
+    model, batches = kind(without, told), loader(samples=32)
     model.on_before_optimizer_step = lambda *_: None  # type: ignore[method-assign]  # which would log norms of nothing
     run = trainer(strategy, 2, **kwargs)
     run.fit(model, batches)

@@ -121,7 +121,7 @@ class EngineStrategy(CheckpointingStrategy):
         """Prepares Lightning's schedulers, optimizers and loggers for a fit, and prints the table if that is wanted."""
         module = trainer.lightning_module
         self._undo.callback(guard_schedulers(self.precision_plugin, module, lambda: self.lr_scheduler_configs))
-        found: Any = module.optimizers()
+        found: Any = pl.LightningModule.optimizers(module)  # not the user's own method, which may do more
         wrappers: list[Any] = found if isinstance(found, list) else [found]
         for wrapper in wrappers:  # they have the class's methods, not those of this one object
             methods = vars(wrapper.optimizer)

@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -131,7 +130,8 @@ class ShardedGradients(Precision):
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         engine = self._live_engine
-        with nullcontext() if engine is None else engine.backward():
+        in_user_code = not _is_lightnings(model, "backward")
+        with nullcontext() if engine is None else engine.backward(in_user_code=in_user_code):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def _wrap_closure(  # type: ignore[override]
@@ -146,10 +146,11 @@ class ShardedGradients(Precision):
         return result
 
     def _is_clipped_by_users(self, model: "pl.LightningModule") -> bool:
-        """Whether users have written how to clip, in the module or in a plugin: then code of theirs may follow it."""
-        is_lightnings = self._adapted.__module__.startswith("lightning.")
+        """Whether users have written how to clip, in the module (or around its methods), in a plugin, or in the closure
+        of manual optimization, which hooks follow: then code of theirs may come before the step."""
+        is_lightnings = self._adapted.__module__.startswith("lightning.") and model.automatic_optimization
         return not is_lightnings or any(
-            is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients")
+            not _is_lightnings(model, name) for name in ("configure_gradient_clipping", "clip_gradients")
         )
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -217,6 +218,11 @@ class ShardedGradients(Precision):
             "zero/skipped_steps": torch.tensor(skipped, device=HOST),
             "zero/loss_scale": torch.tensor(scale, device=HOST),
         }
+
+
+def _is_lightnings(model: "pl.LightningModule", name: str) -> bool:
+    """Whether a method is Lightning's own. Its `is_overridden` looks through `functools.wraps`, and misses wrappers."""
+    return getattr(getattr(model, name), "__func__", None) is getattr(pl.LightningModule, name)
 
 
 def guard_schedulers(

@@ -15,6 +15,7 @@ class Backward:
     or failed."""
 
     def __init__(self) -> None:
+        self.noticed = 0  # backwards that nobody has announced
         self._is_bracketed = False
         self._end: weakref.ref[Callable[[], None]] | None = None  # autograd's callback: alive while its backward runs
 
@@ -33,6 +34,7 @@ class Backward:
 
     def notice(self, end: Callable[[], None]) -> None:
         """Notes that a backward runs that nobody has announced, and has autograd call `end` at its end."""
+        self.noticed += 1
         callback = partial(end)  # autograd drops it without a call if the backward fails
         self._end = weakref.ref(callback)
         call_after_backward(callback)

@@ -195,12 +195,23 @@ class Engine:
     # -- backward
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward. A backward without it also works: a callback of autograd tells its end."""
+    def backward(self, *, in_user_code: bool = False) -> Iterator[None]:
+        """Around a backward. A backward without it also works: a callback of autograd tells its end.
+
+        So it is with one `in_user_code`, which may read and edit the averages before it returns. Only where no hook has
+        seen a backward (of a loss without a graph, say) does it end here: other ranks may have gradients.
+        """
+        backward = self.runner.backward
         self.runner.recover()
-        with self.runner.backward.bracket():
-            self.runner.begin_backward()
+        if in_user_code:
+            noticed = backward.noticed
             yield
+            if backward.noticed != noticed:
+                return
+        with backward.bracket():
+            self.runner.begin_backward()
+            if not in_user_code:
+                yield
             self.runner.end_backward()
 
     @contextmanager

@@ -114,9 +114,8 @@ class Reductions:
         if gradient_of(slot) in self.shards[: self.started]:
             raise RuntimeError(
                 f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
-                "other ranks: it is used in several reentrant activation checkpoints, or several backwards run where "
-                "Lightning expects one (LightningModule.backward). Write checkpoint(..., use_reentrant=False), one "
-                "backward of the sum of the losses, or ZeroStrategy(overlap=False)."
+                "other ranks: it is used in several reentrant activation checkpoints. Write "
+                "checkpoint(..., use_reentrant=False), or ZeroStrategy(overlap=False)."
             )
 
     def note_complete(self, shard: GradientShard) -> int:
