@@ -248,6 +248,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
+        optimizer = _unwrapped(optimizer)
+        if optimizer not in self._stepped_in:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self._prepare_clipping(optimizer)
         averages = self._stepped_in[optimizer].averages
         norm = averages.clip_by_norm_(
@@ -257,8 +260,12 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        optimizer = _unwrapped(optimizer)
+        if optimizer not in self._stepped_in:
+            return super().clip_gradients_value(module, optimizer, clip_val)
         self._prepare_clipping(optimizer)
         self._stepped_in[optimizer].averages.clip_by_value_(optimizer, float(clip_val))
+        return None
 
     def _prepare_clipping(self, optimizer: Optimizer) -> None:
         if self._scaler is None:
@@ -337,7 +344,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as one device would have it. Call it on every rank."""
-        return self.full_optimizer_state(optimizer)
+        optimizer = _unwrapped(optimizer)
+        stepped = optimizer in self._stepped_in
+        return self.full_optimizer_state(optimizer) if stepped else super().get_optimizer_state(optimizer)
 
     @override
     def load_checkpoint(
@@ -410,6 +419,11 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def __repr__(self) -> str:
         return f"<ZeroStrategy(stage={self.stage}) of Fabric>"
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the user's optimizer, also from the wrapper of Fabric, which its own strategies take as well."""
+    return cast(Any, optimizer).optimizer if is_wrapped(optimizer) else optimizer
 
 
 FabricZeroStrategy.register_strategies(STRATEGY_REGISTRY)
