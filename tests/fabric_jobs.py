@@ -427,6 +427,37 @@ def refusals(world: int) -> dict[str, str]:
     return told
 
 
+def beside_what_is_set_up(strategy: Any, world: int, path: Path) -> dict[str, Any]:
+    """What Fabric does with a model and an optimizer that were never set up, beside a model that trains."""
+    made = fabric(strategy, world)
+    model, optimizer = set_up(made)
+    made.seed_everything(1, verbose=False)
+    other, again = nn.Linear(3, 2), nn.Linear(3, 2)
+    own, fresh = (torch.optim.Adam(module.parameters(), lr=0.1) for module in (other, again))
+    other(torch.ones(2, 3)).square().sum().backward()
+    found: dict[str, Any] = {"clipped": [made.clip_gradients(other, own, max_norm=0.1), other.weight.grad.clone()]}
+    own.step()
+    made.save(path, {"model": model, "optimizer": optimizer, "other": other, "own": own})
+    made.load(path, {"model": model, "optimizer": optimizer, "other": again, "own": fresh})
+    found |= {"states": [own.state_dict()["state"], fresh.state_dict()["state"]]}
+    found["weights"] = [other.state_dict(), again.state_dict()]
+    made.strategy.teardown()
+    return found
+
+
+def clips_through_the_strategy(strategy: Any, world: int) -> list[float]:
+    """Norms before and after `fabric.strategy` has clipped, which was given what `fabric.setup` had returned."""
+    made = fabric(strategy, world)
+    made.seed_everything(1, verbose=False)
+    model, optimizer = set_up(made)
+    made.backward(model(torch.ones(2, FEATURES)).square().sum())
+    before = made.strategy.clip_gradients_norm(model, optimizer, max_norm=0.1)
+    after = made.strategy.clip_gradients_norm(model, optimizer, max_norm=1.0)
+    made.strategy.clip_gradients_value(model, optimizer, clip_val=1e-4)
+    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+    return [before.item(), after.item(), largest.item()]
+
+
 def shapes_where_an_error_is_caught(strategy: Any, world: int) -> list[list[torch.Size]]:
     """With those of a model that does not train."""
     made, module = fabric(strategy, world), nn.Linear(FEATURES, FEATURES)

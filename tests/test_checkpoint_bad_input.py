@@ -544,8 +544,11 @@ def test_storage_options_go_to_the_plugin_that_writes_single_files(tmp_path: Pat
     assert (tmp_path / "one.ckpt").is_file()
     sharded = jobs.trainer({}, 1, **QUICK)
     sharded.fit(Classifier(), loader())
-    with pytest.raises(TypeError, match="storage_options go to a CheckpointIO plugin"):
-        sharded.save_checkpoint(tmp_path / "two.ckpt", storage_options={"endpoint": "mine"})
+    single = jobs.trainer({"checkpoint": "full"}, 1, **QUICK)
+    single.fit(Classifier(), loader())
+    for without in (sharded, single):
+        with pytest.raises(TypeError, match="storage_options go to a CheckpointIO plugin"):
+            without.save_checkpoint(tmp_path / "two.ckpt", storage_options={"endpoint": "mine"})
 
 
 def test_a_logger_that_would_upload_nothing_is_named() -> None:

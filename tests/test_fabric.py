@@ -274,6 +274,28 @@ def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:
         assert "Set up all of them first" in told["second"]
 
 
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_an_optimizer_that_was_not_set_up_is_clipped_saved_and_loaded_as_under_ddp(
+    checkpoint: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    mine = two_ranks.run(fabric_jobs.beside_what_is_set_up, {"stage": 3, "checkpoint": checkpoint}, 2, tmp_path / "a")
+    theirs = two_ranks.run(fabric_jobs.beside_what_is_set_up, DDP, 2, tmp_path / "b")
+    for found, expected in zip(mine, theirs, strict=True):
+        assert list(map(torch.equal, found["clipped"], expected["clipped"])) == [True, True]
+        for weights in found["weights"]:
+            assert_same_bits(weights, expected["weights"][0])
+        for states in found["states"]:
+            for index, state in expected["states"][0].items():
+                assert_same_bits(states[index], state)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_strategy_clips_what_fabric_has_wrapped_as_its_own_strategies_do(stage: int, two_ranks: RankPool) -> None:
+    mine = two_ranks.run(fabric_jobs.clips_through_the_strategy, {"stage": stage}, 2)
+    for found, expected in zip(mine, two_ranks.run(fabric_jobs.clips_through_the_strategy, DDP, 2), strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
     for arguments, error, told in (
         ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, ValueError, "Fabric(plugins=...)"),

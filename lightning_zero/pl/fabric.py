@@ -28,7 +28,7 @@ from lightning_zero.checkpoint import resume
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
 from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
-from lightning_zero.pl.sharded_module import SetUp, ShardedModule, SyncControl
+from lightning_zero.pl.sharded_module import SetUp, ShardedModule, SyncControl, unwrapped
 from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
@@ -242,6 +242,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
+        optimizer = unwrapped(optimizer)
+        if optimizer not in self._stepped_in:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self._prepare_clipping(optimizer)
         averages = self._stepped_in[optimizer].averages
         norm = averages.clip_by_norm_(
@@ -251,8 +254,12 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        self._prepare_clipping(optimizer)
-        self._stepped_in[optimizer].averages.clip_by_value_(optimizer, float(clip_val))
+        optimizer = unwrapped(optimizer)
+        if optimizer not in self._stepped_in:
+            super().clip_gradients_value(module, optimizer, clip_val)
+        else:
+            self._prepare_clipping(optimizer)
+            self._stepped_in[optimizer].averages.clip_by_value_(optimizer, float(clip_val))
 
     def _prepare_clipping(self, optimizer: Optimizer) -> None:
         if self._scaler is None:
@@ -319,7 +326,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as one device would have it. Call it on every rank."""
-        return self.full_optimizer_state(optimizer)
+        optimizer = unwrapped(optimizer)
+        stepped = optimizer in self._stepped_in
+        return self.full_optimizer_state(optimizer) if stepped else super().get_optimizer_state(optimizer)
 
     @override
     def load_checkpoint(

@@ -127,6 +127,11 @@ class SyncControl:
         return cast(ShardedModule, module).accumulating() if enabled else nullcontext()
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the user's optimizer, also from the wrapper of Fabric, which its own strategies take as well."""
+    return cast(Any, optimizer).optimizer if is_wrapped(optimizer) else optimizer
+
+
 @torch.compiler.disable
 def _warn_uncompiled() -> None:
     """Warns that the user has compiled the wrapper, and with it the engine, which cannot be traced."""

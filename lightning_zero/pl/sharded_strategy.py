@@ -331,9 +331,12 @@ class ShardedStrategy:
         modules whose parameters rest as shards, and all ranks must gather those.
 
         Raises:
+            TypeError: for `storage_options`, without a plugin that would take them.
             CheckpointError: the same on every rank, when rank 0 cannot write.
         """
         io, saver = self.checkpoint_io, self._checkpoints.saver
+        if storage_options is not None and not is_plugin(io):  # Lightning's writer says so on rank 0 alone
+            raise TypeError("storage_options go to a CheckpointIO plugin, and there is none: plugins=[...].")
 
         def look() -> None:
             if self.is_global_zero and not is_plugin(io):
