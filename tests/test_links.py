@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -904,6 +905,18 @@ def make_and_drop() -> tuple[int, int, int]:
 
 def test_nothing_is_left_of_links_that_nobody_has() -> None:
     assert run_alone(2, make_and_drop) == ([(1, 0, 0)] * 2, [None, None])
+
+
+def warned_of() -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        assert make_and_drop() == (1, 0, 0)
+    return [str(warning.message) for warning in told]
+
+
+def test_links_that_nobody_has_are_closed_without_a_warning_of_pythons() -> None:
+    """Which is an error, and fails a user's tests, under ``python -W error``."""
+    assert run_alone(2, warned_of) == ([[], []], [None, None])
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

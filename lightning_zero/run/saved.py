@@ -38,6 +38,8 @@ from lightning_zero.torch_private import (
     layout_of,
 )
 
+RECOMPUTES = torch.utils.checkpoint.__name__  # the module of the hooks that recompute
+
 
 class _Place(NamedTuple):
     """A view of a parameter's values, and the state that the parameter was in."""
@@ -91,7 +93,7 @@ class SavedParameters:
     def is_inside_checkpoint(self) -> bool:
         """Whether what is saved now goes to torch's checkpoint, which counts it, and to no hooks inside of it."""
         innermost = innermost_saved_hooks(False)
-        return innermost is not None and _recomputes(innermost[0])
+        return innermost is not None and getattr(innermost[0], "__module__", None) == RECOMPUTES
 
     def push(self) -> bool:
         """Sets our hooks, until `pop`. Returns False where torch allows none, inside `torch.func` transforms."""
@@ -130,7 +132,7 @@ class SavedParameters:
                 self.pop()
 
     def _pack(self, otherwise: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        is_recomputed = _recomputes(otherwise)
+        is_recomputed = getattr(otherwise, "__module__", None) == RECOMPUTES
         with no_interception():
             saved = self._itself(tensor, is_recomputed) or self._place_of(tensor, is_recomputed)
         if saved is not None and is_recomputed:
@@ -195,11 +197,6 @@ class SavedParameters:
         if is_recomputed:
             self._lasting.show_edits(unit)
         unit.wait()
-
-
-def _recomputes(pack: Any) -> bool:
-    """Whether a hook on what is saved is one of torch's checkpoint."""
-    return getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
 
 
 def _accumulates_in(unit: Unit) -> bool:

@@ -1,8 +1,9 @@
 """`Outbox`: datagrams to the other ranks of this machine, sent at once or when there is room for them."""
 
 import socket
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from threading import Lock
 from typing import Any, final
@@ -21,6 +22,9 @@ class Outbox:
         self._wake, self.woken = socket.socketpair()
         for link in (*sockets.values(), self._wake):
             link.setblocking(False)
+        # Python would close them by itself, but with a ResourceWarning, which is an error where users have made it one.
+        self._close = weakref.finalize(self, _close_all, [*sockets.values(), self._wake, self.woken])
+        self._close.atexit = False  # until the process is gone, peers would be told that this rank has failed
 
     def post(self, peer: int, header: bytes, payload: Any = b"") -> None:
         """Sends a datagram now, or leaves it to the thread. Raises OSError if the peer is gone."""
@@ -56,5 +60,9 @@ class Outbox:
                 return  # the peer is gone, as the thread is about to read
 
     def close(self) -> None:
-        for link in (*self._sockets.values(), self._wake, self.woken):
-            link.close()
+        self._close()
+
+
+def _close_all(links: Iterable[socket.socket]) -> None:
+    for link in links:
+        link.close()
