@@ -130,8 +130,10 @@ class ShardedGradients(Precision):
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         engine = self._live_engine
-        in_user_code = not _is_lightnings(model, "backward")
-        with nullcontext() if engine is None else engine.backward(in_user_code=in_user_code):
+        inside: Any = nullcontext()
+        if engine is not None:
+            inside = engine.backward() if _is_lightnings(model, "backward") else engine.backward_of_users()
+        with inside:
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def _wrap_closure(  # type: ignore[override]

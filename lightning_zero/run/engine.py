@@ -195,24 +195,26 @@ class Engine:
     # -- backward
 
     @contextmanager
-    def backward(self, *, in_user_code: bool = False) -> Iterator[None]:
-        """Around a backward. A backward without it also works: a callback of autograd tells its end.
+    def backward(self) -> Iterator[None]:
+        """Around a backward. A backward without it also works: a callback of autograd tells its end."""
+        self.runner.recover()
+        with self.runner.backward.bracket():
+            self.runner.begin_backward()
+            yield
+            self.runner.end_backward()
 
-        So it is with one `in_user_code`, which may read and edit the averages before it returns. Only where no hook has
-        seen a backward (of a loss without a graph, say) does it end here: other ranks may have gradients.
-        """
+    @contextmanager
+    def backward_of_users(self) -> Iterator[None]:
+        """Around code of the user's that runs backwards, and may read and edit the averages before it returns: autograd
+        tells their ends. Where no hook has seen one (of a loss without a graph, say), one without gradients follows:
+        other ranks may have some."""
         backward = self.runner.backward
         self.runner.recover()
-        if in_user_code:
-            noticed = backward.noticed
-            yield
-            if backward.noticed != noticed:
-                return
-        with backward.bracket():
-            self.runner.begin_backward()
-            if not in_user_code:
-                yield
-            self.runner.end_backward()
+        noticed = backward.noticed
+        yield
+        if backward.noticed == noticed:
+            with self.backward():
+                pass
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
