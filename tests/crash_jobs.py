@@ -358,7 +358,7 @@ def save_until_killed(
         fate(call, path)
         time.sleep(pause)
 
-    board._store = Announced(store, before)  # type: ignore[assignment]
+    board._held.thing = Announced(store, before)  # type: ignore[assignment]
     with disk(Path(path).parent, before):
         save(board, path, version)
     store.set(f"calls/{board.rank}", str(fate.calls))

@@ -995,7 +995,7 @@ def test_rank_0_that_cannot_tell_the_others_says_what_is_there_and_clears_up(
 
     assert save_on_threads(tmp_path / "a", 1, world=1) == [None]
     board = LocalComm().board
-    board._store = jobs.Announced(board._store, fail)  # type: ignore[assignment]
+    board._held.thing = jobs.Announced(board._store, fail)  # type: ignore[assignment]
     told = jobs.error_of(lambda: save(board, tmp_path / "a", 2))
     assert told is not None
     assert expected in told

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.torch_private import default_store
 from lightning_zero.wire import native
 from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import NativeComm, make_comm
 from lightning_zero.wire.worlds import own_group
-from ranks import AT_ONCE, PATIENCE, RankPool
+from ranks import AT_ONCE, PATIENCE, RankPool, free_port
 from thread_world import ThreadWorld
 
 CPU = torch.device("cpu")
@@ -124,6 +125,26 @@ def exercise_tcp() -> dict[str, Any]:
 
 def exercise_native() -> dict[str, Any]:
     return exercise(on_native())
+
+
+def test_a_world_that_is_destroyed_leaves_its_port_to_the_next_one_and_says_so() -> None:
+    """Else ranks of the next world would look for each other at the addresses of this one."""
+    address, comms = f"tcp://127.0.0.1:{free_port()}", list[Comm]()
+    for _ in range(2):
+        dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+        try:
+            assert not default_store().check(["seen"])
+            default_store().set("seen", "yes")
+            control = GlooComm(own_group("gloo"), datetime.timedelta(seconds=PATIENCE))
+            comms += [control, control.for_model(1), NativeComm(own_group("gloo"), control)]
+            for comm in comms[-3:]:
+                comm.board.raise_flag("there")
+        finally:
+            dist.destroy_process_group()
+        for comm in comms:
+            assert comm.has_ended
+            with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) has ended the world"):
+                comm.board.raise_flag("there")
 
 
 @pytest.mark.parametrize("function", [exercise_gloo, exercise_tcp, exercise_native])

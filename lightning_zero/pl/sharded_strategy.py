@@ -202,6 +202,8 @@ class ShardedStrategy:
 
     def _ensure_comm(self) -> Comm:
         """Returns the communicator of all ranks. The first call makes it; make that one on every rank."""
+        if self._comm is not None and self._comm.has_ended:
+            self._comm = self._keeper = None
         if self._comm is None:
             self._comm = make_comm(
                 self.root_device,

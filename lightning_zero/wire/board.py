@@ -20,6 +20,8 @@ from typing import Any, final
 
 from torch.distributed import DistError, PrefixStore, Store
 
+from lightning_zero.wire.worlds import Held
+
 Record = dict[str, Any]  # small and plain: it is sent as JSON
 Decide = Callable[[list[Record]], Record]
 
@@ -41,12 +43,17 @@ class Board:
     """One rank's view of the store that ranks share. A rank that shows no life for `wait_timeout` counts as dead."""
 
     def __init__(self, store: Store, rank: int, size: int, wait_timeout: timedelta) -> None:
-        self._store, self.rank, self.size, self._wait_timeout = store, rank, size, wait_timeout
+        self.rank, self.size, self._wait_timeout = rank, size, wait_timeout
+        self._held = Held(store)
         self._beat_seconds = wait_timeout.total_seconds() / _BEATS_IN_TIMEOUT
         self._last_beat = -math.inf
         self._waits_at = ""  # the topic of the agreement that this rank is in
         self._last_verdict: str | None = None  # the key of the latest verdict
         self._has_given_up = False  # and has posted why
+
+    @property
+    def _store(self) -> Store:
+        return self._held.thing
 
     def clone(self, wait_timeout: timedelta | None = None) -> "Board":
         """Returns a board for another thread of each rank, or with another time limit. A store answers one thread at a

@@ -156,6 +156,11 @@ class Comm(ABC):
         self._issued: Counter[str] = Counter()  # operation name -> how many were issued
         self._label = ""  # in the names of all operations
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the world of these ranks has been destroyed."""
+        return False
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialised flat tensor ``(numel,)`` for full arrays of this rank. Where ranks share memory, it
         lies there: others then read what they are sent of it, in an all-gather its own row, without a copy more."""

@@ -25,7 +25,7 @@ from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Wo
 from lightning_zero.wire.exchange import INLINE
 from lightning_zero.wire.landing import Message, apart
 from lightning_zero.wire.links import Links
-from lightning_zero.wire.worlds import next_number, own_subgroup
+from lightning_zero.wire.worlds import Held, next_number, own_subgroup
 
 _GRACE_S = 3.0  # s, after a wait that timed out: how long to listen to what the other ranks report
 
@@ -61,7 +61,7 @@ class GlooComm(Comm):
         sanitize: bool = False,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), sanitize=sanitize)
-        self._group = group
+        self._held = Held(group)
         self._links = links
         self._in_world = dist.get_process_group_ranks(group)  # rank in `group` -> rank in the world, as in `links`
         self.wait_timeout = wait_timeout
@@ -71,6 +71,10 @@ class GlooComm(Comm):
         # Ranks of one machine add what they read. Otherwise terms first arrive in scratch.
         self._sums = links is not None and all(self._in_world[peer] in links for peer in self._peers)
         self.scratch_rows = 0 if self._sums else self.size - 1
+
+    @property
+    def has_ended(self) -> bool:
+        return self._held.has_ended
 
     @cached_property
     def board(self) -> Board:
@@ -206,7 +210,8 @@ class GlooComm(Comm):
         links, rank = self._links, self._in_world[peer]
         if links is not None and rank in links:
             return (links.send if is_sent else links.receive)(rank, tensor, tag)
-        return (self._group.send if is_sent else self._group.recv)([tensor], peer, tag)
+        group = self._held.thing
+        return (group.send if is_sent else group.recv)([tensor], peer, tag)
 
     def _wait(self, pending: _Pending, key: str) -> None:
         for peer, work in pending:
@@ -216,7 +221,7 @@ class GlooComm(Comm):
     @property
     def _torch_store(self) -> dist.Store:
         # With the number: keys of an earlier communicator (the verdict on its first save) must not be taken for ours.
-        prefix = f"lightning_zero/{self._group.group_name}/{self._number}"
+        prefix = f"lightning_zero/{self._held.thing.group_name}/{self._number}"
         return dist.PrefixStore(prefix, default_store())
 
     @contextmanager

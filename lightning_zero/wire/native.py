@@ -17,7 +17,7 @@ from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Wo
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.worlds import forget, once_per_world, own_group, own_subgroup
+from lightning_zero.wire.worlds import Held, forget, once_per_world, own_group, own_subgroup
 
 # torch 2.13 renamed the two single-tensor collectives; torch 2.11 has only the old names.
 _all_gather_single = find(dist, "all_gather_single", "all_gather_into_tensor")  # the latter is there before torch 2.13
@@ -50,13 +50,17 @@ class NativeComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup, control: GlooComm, device: torch.device = HOST) -> None:
         super().__init__(control.rank, control.size, sanitize=control.sanitize)
-        self._group = group
+        self._held = Held(group)
         self._control = control
         self._device = device
         self.is_asynchronous = not is_host(device)
         self.bytes_sent, self.calls = control.bytes_sent, control.calls  # both count into the same
         self.clock = Clock(device) if self.is_asynchronous else control.clock
         self._latest = ""  # key of the collective that was issued last
+
+    @property
+    def has_ended(self) -> bool:
+        return self._held.has_ended
 
     @property
     def host(self) -> Comm:
@@ -84,20 +88,22 @@ class NativeComm(Comm):
     def abandon(self) -> None:
         """Has the device give up the collectives that it still waits in. The group is spoilt: the next one is new."""
         if self.is_asynchronous:
-            self._group.abort()
-            forget(self._group)
+            self._held.thing.abort()
+            forget(self._held.thing)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         control = self._control.split(groups)
         device = self._device if self.is_asynchronous else None
-        group = own_subgroup(dist.get_backend(self._group), self.rank, groups, timeout=control.timeout, device=device)
+        group = own_subgroup(
+            dist.get_backend(self._held.thing), self.rank, groups, timeout=control.timeout, device=device
+        )
         return NativeComm(group, control, self._device)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         full, shard = real(full), real(shard)
         if diverges is None:
             with self._starting(key):
-                work = _all_gather_single(full.view(-1), shard.view(-1), group=self._group, async_op=True)
+                work = _all_gather_single(full.view(-1), shard.view(-1), group=self._held.thing, async_op=True)
             return Gather(lambda: self._wait([work], key))
         mine = torch.full((1,), diverges, dtype=torch.uint8, device=full.device)
         flags = mine.new_empty(self.size)
@@ -118,16 +124,16 @@ class NativeComm(Comm):
         pairs = ((full.view(-1), shard.view(-1)), (flags, mine))
         with self._starting(key):
             if not self.is_asynchronous:
-                return [_all_gather_single(into, own, group=self._group, async_op=True) for into, own in pairs]
-            with in_one_launch(self._group) as launch:
+                return [_all_gather_single(into, own, group=self._held.thing, async_op=True) for into, own in pairs]
+            with in_one_launch(self._held.thing) as launch:
                 for into, own in pairs:
-                    _all_gather_single(into, own, group=self._group)
+                    _all_gather_single(into, own, group=self._held.thing)
         return [launch]
 
     def _reduce_scatter(self, shard: Tensor, full: Tensor, scratch: Tensor, key: str, divisor: int) -> Work:
         into, sent = real(shard).view(-1), real(full).view(-1)
         with self._starting(key):
-            work = _reduce_scatter_single(into, sent, group=self._group, async_op=True)
+            work = _reduce_scatter_single(into, sent, group=self._held.thing, async_op=True)
 
         def finish() -> None:
             self._wait([work], key)
@@ -139,7 +145,7 @@ class NativeComm(Comm):
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
         pairs = [(dist.irecv, received), (dist.isend, sent)]
         messages = [
-            dist.P2POp(kind, real(tensor), group=self._group, group_peer=peer)
+            dist.P2POp(kind, real(tensor), group=self._held.thing, group_peer=peer)
             for kind, tensors in pairs
             for peer, tensor in enumerate(tensors)
             if peer != self.rank and tensor.numel()
@@ -153,7 +159,7 @@ class NativeComm(Comm):
             self._broadcast_by_device(tensor, source, key)
             return
         with self._starting(key):
-            work = dist.broadcast(real(tensor), group=self._group, group_src=source, async_op=True)
+            work = dist.broadcast(real(tensor), group=self._held.thing, group_src=source, async_op=True)
         self._wait([work], key)
 
     def _broadcast_by_device(self, tensor: Tensor, source: int, key: str) -> None:
@@ -172,7 +178,7 @@ class NativeComm(Comm):
             return self._control._all_reduce(value, combine, key)
         total = value.clone()
         with self._starting(key):
-            work = dist.all_reduce(real(total), _OPERATIONS[combine], group=self._group, async_op=True)
+            work = dist.all_reduce(real(total), _OPERATIONS[combine], group=self._held.thing, async_op=True)
         self._wait([work], key)
         return total
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,43 @@ def forget(thing: Any) -> None:
     made = _MADE.get(dist.group.WORLD, {})
     for key in [key for key, known in made.items() if known is thing]:
         del made[key]
+
+
+class Held:
+    """What torch has made in this world: a process group, or the store. It is let go when the world is destroyed; who
+    asks for it afterwards is told so. A store that somebody still has answers in the next world at the same port, and
+    its ranks would wait for the addresses that ranks had in this one."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+        if dist.is_initialized():  # not in tests of parts alone
+            once_per_world("held", _all_held).add(self)
+
+    @property
+    def has_ended(self) -> bool:
+        return isinstance(self.thing, _Ended)
+
+
+def _all_held() -> WeakSet[Held]:
+    """Makes the set of what is held in this world, and let go with it."""
+    held: WeakSet[Held] = WeakSet()
+    finalize(dist.group.WORLD, _let_go, held).atexit = False
+    return held
+
+
+def _let_go(held: WeakSet[Held]) -> None:
+    for each in held:
+        each.thing = _Ended()
+
+
+class _Ended:
+    """Stands where something was that has ended with its world."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "torch.distributed.destroy_process_group() has ended the world of ranks that this strategy has trained in. "
+            "Save, or read what is sharded, before it; a new fit makes a new one."
+        )
 
 
 def next_number() -> int:
