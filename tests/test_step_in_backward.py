@@ -12,7 +12,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 
 import offload_jobs as jobs
@@ -164,6 +168,19 @@ def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str
     run = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True), **how)
     with pytest.raises(ValueError, match=f"step_in_backward=True takes each gradient as it comes, and {what} needs"):
         run.fit(jobs.Classifier(), jobs.loader())
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_what_saves_after_an_error_does_not_hide_why_fit_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    strategy = ZeroStrategy(stage=2, step_in_backward=True, checkpoint=checkpoint)
+    saves = OnExceptionCheckpoint(tmp_path)
+    how = {"accumulate_grad_batches": 2, "callbacks": [saves], "enable_checkpointing": True}
+    run, model = jobs.trainer_of(strategy, **how), jobs.Classifier()
+    with pytest.raises(ValueError, match="needs them all after backward"):
+        run.fit(model, jobs.loader())
+    kept = jobs.Classifier(lr=1.0)
+    jobs.trainer_of(ZeroStrategy(stage=2), max_epochs=0).fit(kept, jobs.loader(), ckpt_path=saves.ckpt_path)
+    assert_same_bits(kept.state_dict(), model.state_dict())
 
 
 def test_manual_optimization_is_refused_as_it_may_need_gradients() -> None:
