@@ -9,8 +9,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 
 import offload_jobs as jobs
@@ -154,6 +160,8 @@ def test_training_gives_the_bits_of_steps_after_backward(stage: int, two_ranks: 
         ({"gradient_clip_val": 0.5}, r"Trainer\(gradient_clip_val=0.5\)"),
         ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\)"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),
+        ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
+        ({"callbacks": [StochasticWeightAveraging(0.01)]}, "StochasticWeightAveraging of batch norms"),
     ],
 )
 def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str, Any], what: str) -> None:
@@ -162,11 +170,44 @@ def test_a_trainer_that_needs_gradients_is_refused_with_the_reason(how: dict[str
         run.fit(jobs.Classifier(), jobs.loader())
 
 
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_what_saves_after_an_error_does_not_hide_why_fit_is_refused(checkpoint: Any, tmp_path: Path) -> None:
+    strategy = ZeroStrategy(stage=2, step_in_backward=True, checkpoint=checkpoint)
+    saves = OnExceptionCheckpoint(tmp_path)
+    how = {"accumulate_grad_batches": 2, "callbacks": [saves], "enable_checkpointing": True}
+    run, model = jobs.trainer_of(strategy, **how), jobs.Classifier()
+    with pytest.raises(ValueError, match="needs them all after backward"):
+        run.fit(model, jobs.loader())
+    kept = jobs.Classifier(lr=1.0)
+    jobs.trainer_of(ZeroStrategy(stage=2), max_epochs=0).fit(kept, jobs.loader(), ckpt_path=saves.ckpt_path)
+    assert_same_bits(kept.state_dict(), model.state_dict())
+
+
 def test_manual_optimization_is_refused_as_it_may_need_gradients() -> None:
     run, model = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True)), jobs.Classifier()
     model.automatic_optimization = False
     with pytest.raises(ValueError, match="step_in_backward=True takes each gradient as it comes, and manual optimiz"):
         run.fit(model, jobs.loader())
+
+
+class Blind(jobs.Classifier):
+    """Looks at no gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [GradientAccumulationScheduler({1: 1}), StochasticWeightAveraging(0.01)],
+    ids=lambda each: type(each).__name__,
+)
+def test_callbacks_that_need_no_gradients_after_backward_are_not_refused(callback: L.Callback) -> None:
+    run = jobs.trainer_of(ZeroStrategy(stage=2, step_in_backward=True), callbacks=[callback], max_epochs=2)
+    model = Blind()
+    model.net[1] = nn.Identity()  # in place of the batch norm
+    run.fit(model, jobs.loader())
+    assert run.current_epoch == 2
 
 
 BATCHES = [torch.linspace(-1, number, 32).view(2, 16) for number in range(3)]

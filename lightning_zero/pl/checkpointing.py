@@ -147,7 +147,8 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        assert self._fit is not None
+        if self._fit is None:  # an OnExceptionCheckpoint saves a set-up that was refused, and must not hide the reason
+            return super().optimizer_state(optimizer)
         return self._optimizer_to_save(self._fit.engine, optimizer)
 
     @override

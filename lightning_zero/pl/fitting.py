@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.local import shares_modules
@@ -14,9 +14,16 @@ from lightning_zero.wording import few_of
 def what_needs_gradients(trainer: "pl.Trainer") -> list[str]:
     """Returns the settings in use that need gradients after backward."""
     plugin: Any = trainer.precision_plugin
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [each for each in callbacks if isinstance(each, GradientAccumulationScheduler)]
+    # An epoch more, forward only, fills batch norms. At its end Lightning steps with gradients of the one before it.
+    averages = any(isinstance(each, StochasticWeightAveraging) for each in callbacks)
+    has_norms = StochasticWeightAveraging.pl_module_contains_batch_norm(trainer.lightning_module)
     needed = {
         f"Trainer(gradient_clip_val={trainer.gradient_clip_val})": bool(trainer.gradient_clip_val),
         f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})": trainer.accumulate_grad_batches != 1,
+        "GradientAccumulationScheduler": any(each.going_to_accumulate_grad_batches() for each in schedules),
+        "StochasticWeightAveraging of batch norms": averages and has_norms,
         "precision='16-mixed'": plugin.scaler is not None,
         "manual optimization": not trainer.lightning_module.automatic_optimization,
     }
