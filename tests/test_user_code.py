@@ -115,6 +115,19 @@ def test_of_a_step_without_a_loss_hooks_are_told_what_they_are_on_one_device(
         assert told == expected[: len(told)] != []
 
 
+@pytest.mark.parametrize("always", [True, False])
+def test_gradients_that_are_kept_over_a_step_add_up_as_under_ddp_to_rounding(always: bool, two_ranks: RankPool) -> None:
+    """An `optimizer_zero_grad` of the user's own leaves them. What is new is averaged before it is added to them."""
+    expected = two_ranks.once(user_jobs.fit_keeping_gradients, DDP, always)
+    zeroed = two_ranks.once(user_jobs.fit_keeping_gradients, DDP, not always)
+    for stage in STAGES:
+        for mine, theirs, other in zip(
+            two_ranks.run(user_jobs.fit_keeping_gradients, {"stage": stage}, always), expected, zeroed, strict=True
+        ):
+            assert mine == pytest.approx(theirs, rel=1e-5), stage
+            assert mine != pytest.approx(other, rel=1e-5), "what is kept makes no difference here"
+
+
 def test_parameters_added_in_the_middle_of_a_step_are_refused_with_the_remedy(two_ranks: RankPool) -> None:
     for stage in STAGES:
         for error in two_ranks.run(user_jobs.add_a_group_while_training, {"stage": stage}):

@@ -576,6 +576,25 @@ class SkippingInBackward(Skipping):
         super().backward(loss, *args, **kwargs)
 
 
+class KeepsGradients(Classifier):
+    """Lets gradients of earlier batches stay, in automatic optimization: all of them, or those of every other batch."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if not self.always and batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+def fit_keeping_gradients(strategy: Any, always: bool) -> list[float]:
+    L.seed_everything(1, verbose=False)
+    model = KeepsGradients(always=always)
+    trainer(strategy, 2).fit(model, loader(samples=48))
+    return [float(loss) for loss in model.losses]
+
+
 def rank_1_skips_one(rank: int, batch_idx: int) -> bool:
     return rank == 1 and batch_idx == 1
 
