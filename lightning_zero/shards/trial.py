@@ -41,8 +41,8 @@ class _Alone(TorchDispatchMode):
 
 @contextmanager
 def trying(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, steps of copies of an optimizer leave training's random numbers and what its class records alone, come to
-    no other rank, and compile nothing: what torchao's optimizers compile for each small shape took a minute and a half.
+    """Inside, steps of copies of an optimizer (`step_alone`) leave training's random numbers and what its class records
+    alone, and compile nothing: what torchao's optimizers compile for each small shape took a minute and a half.
     Random state and compiler stance are those of the process, so ranks that are threads take turns: a stance that one
     of them restored while another one tries would stay."""
     with (
