@@ -7,12 +7,12 @@
 #         It goes in first, and nothing installed after it may replace it or what it brought along.
 # FLOOR_TORCH  the same for `make test-floors`, in place of the lowest that pyproject.toml allows, whose usual build
 #         is the one for CUDA: FLOOR_TORCH='torch==2.11.0 --index-url URL'
-# LANES   of the tests, each with ranks of its own; one more than cores, since lanes also wait for ranks
+# LANES   of the tests, each with ranks of its own; two more than cores, since lanes also wait for ranks
 # ARGS    passed on to pytest, to the example (`make demo ARGS=trainer.max_steps=50`) or to the benchmark
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 FLOOR_TORCH ?=
-LANES ?= 3
+LANES ?= 4
 ARGS ?=
 
 PINNED_TORCH := torch==2.13.0
