@@ -15,10 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
 # (for the end of a time limit, or the disk) are beside files of short tests that keep the cores busy; and a long file
 # that came last would keep its lane busy after the end of the others.
 FIRST = """
-    test_checkpoint_crash test_tensor_training test_edits
-    test_bytes test_checkpoint_promises test_user_code
-    test_pretrained test_packaging test_example test_construction
-    test_paper test_sweep test_elastic
+    test_checkpoint_crash test_tensor_training test_edits test_rendezvous
+    test_bytes test_device test_rehearsal_matrix test_left test_checkpoint_promises test_user_code
+    test_pretrained test_packaging test_example test_construction test_tensor_parallel test_resume test_regroup
+    test_paper test_sweep test_elastic test_kinds test_checkpoint_bad_input test_real_models test_benchmarks
+    test_rehearsal test_pairs test_loops test_promises
 """.split()
 
 
