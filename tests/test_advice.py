@@ -476,6 +476,25 @@ def test_under_fabric_it_is_said_of_an_error_that_ends_the_process(stage: int, w
         assert run["printed"].splitlines()[-1].removeprefix(f"[rank{rank}]: ") == "MemoryError"
 
 
+def test_of_several_strategies_the_newest_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one may be that of a run which has ended, and would tell of that."""
+    asked: list[str] = []
+
+    class Asked:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def advise_on(self, error: BaseException) -> None:
+            asked.append(self.name)
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    kept = [Asked("older"), Asked("newer")]
+    for adviser in kept:
+        advice.advise_on_uncaught(adviser)
+    sys.excepthook(MemoryError, MemoryError(), None)
+    assert asked == ["newer", "older"]
+
+
 SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
 import torch, advice_jobs, fabric_jobs

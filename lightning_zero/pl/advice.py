@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
@@ -74,19 +74,19 @@ class Adviser(Protocol):
     def advise_on(self, error: BaseException) -> None: ...
 
 
-_advisers: WeakSet[Adviser] = WeakSet()
+_advisers: WeakKeyDictionary[Adviser, None] = WeakKeyDictionary()  # the newest last
 
 
 def advise_on_uncaught(adviser: Adviser) -> None:
     """Has `adviser`, as long as it is there, asked about the exception that ends this process, before its traceback is
     printed."""
-    _advisers.add(adviser)
+    _advisers[adviser] = None
     otherwise = sys.excepthook
     if hasattr(otherwise, _TOLD):
         return
 
     def excepthook(kind: type[BaseException], exception: BaseException, raised: TracebackType | None) -> None:
-        for adviser in [*_advisers]:
+        for adviser in reversed([*_advisers]):  # an older one may be that of a run which has ended
             adviser.advise_on(exception)
         otherwise(kind, exception, raised)
 
