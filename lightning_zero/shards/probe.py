@@ -106,7 +106,7 @@ class Findings(NamedTuple):
     """What was found about an optimizer."""
 
     why_not_in_pieces: str | None = None  # why it cannot step pieces of its parameters; None if it can
-    # The two below are not looked for in one that steps no part of its parameters rightly.
+    # The two below say nothing of one that steps no part of its parameters rightly: it may not have been tried so far.
     goes_by_loss: bool = False  # a step goes by the loss that its closure returns
     acts_before_closure: bool = False  # a step changes weights, or makes state of them, before it calls its closure
 
