@@ -302,6 +302,24 @@ def put_innermost(optimizer: torch.optim.Optimizer, before: int, after: int) -> 
     then.move_to_end(after, last=False)
 
 
+def lists_of(optimizer: torch.optim.Optimizer, *kinds: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
+    """Returns the method by which a step lists its tensors: `(group, parameters, gradients, *state)`, of which it fills
+    the lists; None if it is not that of one of these classes of torch's. Nothing public comes between the hooks of an
+    optimizer and its arithmetic. Without it steps on the host would wait for memory. Private: `_init_group`."""
+    found: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
+    theirs = [kind._init_group for kind in kinds]  # type: ignore[attr-defined]  # torch's compiler replaces them
+    return found if getattr(found, "__func__", None) in theirs else None
+
+
+def replace_lists(optimizer: torch.optim.Optimizer, method: Callable[..., Any] | None) -> None:
+    """Has a step call `method` in place of what `lists_of` has returned; None puts that back. Without it see there.
+    Private: `_init_group`."""
+    if method is None:
+        del optimizer._init_group  # type: ignore[attr-defined]
+    else:
+        optimizer._init_group = method  # type: ignore[attr-defined]
+
+
 _outside_functions: Callable[[], AbstractContextManager[None]] = find(torch._C, "_DisableFuncTorch")
 _count_modes: Callable[[], int] = find(torch._C, "_len_torch_dispatch_stack")
 

@@ -38,7 +38,7 @@ TORCH = set(
     _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
     _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
     _DisableFuncTorch _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
-    _fsspec_filesystem
+    _fsspec_filesystem _init_group
     _functional_collectives _get_default_store _get_tracing_state
     _is_view _local_tensor _make_wrapper_subclass _metadata
     _non_persistent_buffers_set _optimizer_load_state_dict_post_hooks _optimizer_step_post_hooks

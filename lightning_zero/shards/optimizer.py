@@ -25,6 +25,7 @@ from lightning_zero.shards.probe import calls_closure_again, is_element_wise
 from lightning_zero.shards.setting import Setting
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.staging import MakeResting, StagingPool
+from lightning_zero.shards.tiles import stepping_in_tiles
 from lightning_zero.shards.trial import unhooked
 from lightning_zero.shards.whole import WholeWindow, may_wait, rounds
 from lightning_zero.shards.window import (
@@ -349,7 +350,8 @@ class PieceStepper:
         state_edits = window.state_edits if steps else 0
         self.is_stepping, is_over = True, False
         try:
-            yield
+            with stepping_in_tiles(self.optimizer):
+                yield
             is_over = True
         finally:
             is_done = is_over and not self.is_interrupted

@@ -1,0 +1,240 @@
+"""Large tensors that the host's Adam steps tile by tile: the same bits, and nobody else sees the tiles."""
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW, NAdam, Optimizer
+
+from compare import assert_same_bits
+from lightning_zero.config import Offload
+from lightning_zero.run.engine import Engine, Options
+from lightning_zero.shards import tiles
+from lightning_zero.shards.offload import Machine
+from lightning_zero.shards.tiles import stepping_in_tiles
+from lightning_zero.wire.comm import Comm
+from thread_world import ThreadWorld
+
+SMALL = 1024  # bytes of a tile: 256 elements of float32
+MAKES: dict[str, Callable[..., Optimizer]] = {
+    "Adam": Adam,
+    "Adam, weight decay": partial(Adam, weight_decay=0.1),
+    "AdamW": AdamW,
+    "AdamW, amsgrad, maximize": partial(AdamW, amsgrad=True, maximize=True),
+    "AdamW, rate in a tensor": partial(AdamW, lr=torch.tensor(0.01)),
+    "NAdam": partial(NAdam, decoupled_weight_decay=True, weight_decay=0.1),
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tiles, "TILE", SMALL // torch.get_num_threads())
+    return
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of each group that torch steps, the numbers of elements that it steps at a time."""
+    found: list[list[int]] = []
+
+    def noting(theirs: Callable[..., None], parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        found.append([parameter.numel() for parameter in parameters])
+        theirs(parameters, *args, **kwargs)
+
+    for kind, name in ((Adam, "adam"), (NAdam, "nadam")):
+        module = importlib.import_module(kind.__module__)
+        monkeypatch.setattr(module, name, partial(noting, getattr(module, name)))
+    return found
+
+
+def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Parameter]:
+    draws = torch.Generator().manual_seed(0)
+    return [Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in shapes]
+
+
+def step(optimizer: Optimizer, number: int, *, in_tiles: bool) -> None:
+    draws = torch.Generator().manual_seed(number)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=draws))
+    if in_tiles:
+        with stepping_in_tiles(optimizer):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
+def everything(optimizer: Optimizer) -> dict[str, Tensor]:
+    """All parameters, and all state of theirs, by name."""
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(any(key is p for p in listed) for key in optimizer.state)
+    state = {f"{at} {n}": v.clone() for at, p in enumerate(listed) for n, v in optimizer.state[p].items()}
+    return {**{str(at): p.detach().clone() for at, p in enumerate(listed)}, **state}
+
+
+SHAPES = [(3,), (1000,), (), (256,), (40, 30), (257,)]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_steps_in_tiles_have_the_bits_of_whole_ones(make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
+    one, other = (make(parameters(*SHAPES, dtype=dtype)) for _ in range(2))
+    for number in range(3):
+        step(one, number, in_tiles=False)
+        step(other, number, in_tiles=True)
+    assert_same_bits(everything(other), everything(one))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_what_is_larger_than_a_tile_is_stepped_in_tiles_from_the_first_step_on(seen: list[list[int]]) -> None:
+    optimizer = AdamW(parameters(*SHAPES))
+    step(optimizer, 0, in_tiles=True)
+    step(optimizer, 1, in_tiles=True)
+    assert seen == [[3, 256, 256, 256, 232, 1, 256, 256, 256, 256, 256, 176, 256, 1]] * 2
+
+
+def test_more_threads_step_more_at_a_time(monkeypatch: pytest.MonkeyPatch, seen: list[list[int]]) -> None:
+    monkeypatch.setattr(tiles, "TILE", SMALL)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    step(AdamW(parameters((1000,))), 0, in_tiles=True)
+    assert seen == [[768, 232]]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_kernels_that_pass_memory_once_or_take_all_tensors_are_left_alone(option: str, seen: list[list[int]]) -> None:
+    step(AdamW(parameters((1000,)), **{option: True}), 0, in_tiles=True)
+    assert seen == [[1000]]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_tensors_that_are_no_run_of_memory_are_stepped_whole(seen: list[list[int]]) -> None:
+    image, plain = parameters((8, 16, 4, 4), (600,))
+    image.data = image.data.to(memory_format=torch.channels_last)
+    step(AdamW([image, plain]), 0, in_tiles=True)
+    assert seen == [[2048, 256, 256, 88]]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("lists", ["shared counts", "listed twice"])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_who_sees_how_many_were_stepped_before_it_sees_as_many_in_tiles(lists: str) -> None:
+    found = []
+    for in_tiles in (False, True):
+        one, other = parameters((1000,), (600,))
+        optimizer = AdamW([one, one] if lists == "listed twice" else [one, other])
+        step(optimizer, 0, in_tiles=in_tiles)
+        if lists == "shared counts":
+            optimizer.state[other]["step"] = optimizer.state[one]["step"]
+        step(optimizer, 1, in_tiles=in_tiles)
+        found.append(everything(optimizer))
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_hooks_and_state_see_no_tiles() -> None:
+    (parameter,) = parameters((1000,))
+    optimizer, shown = AdamW([parameter]), []
+
+    def note(optimizer: Optimizer, *_: Any) -> None:
+        shown.append(([p is parameter for p in optimizer.param_groups[0]["params"]], len(optimizer.state)))
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(note)
+    step(optimizer, 0, in_tiles=True)
+    assert shown == [([True], 0), ([True], 1)]
+    assert optimizer.state[parameter]["exp_avg"].shape == (1000,)
+
+
+class Fails(AdamW):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise ArithmeticError
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_class_over_adam_steps_in_tiles_and_an_error_leaves_nothing_behind(seen: list[list[int]]) -> None:
+    optimizer = Fails(parameters((600,)))
+    before = vars(optimizer).keys()
+    with pytest.raises(ArithmeticError):
+        step(optimizer, 0, in_tiles=True)
+    assert seen == [[256, 256, 88]]
+    assert vars(optimizer).keys() == before
+
+
+class Gathers(AdamW):
+    """Has an `_init_group` of its own, and lists what it likes."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        return super()._init_group(group, *lists)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_class_that_gathers_tensors_by_itself_is_left_alone(seen: list[list[int]]) -> None:
+    step(Gathers(parameters((600,))), 0, in_tiles=True)
+    assert seen == [[600]]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_compiled_step_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    cut: list[Any] = []
+    monkeypatch.setattr(tiles, "_cut", lambda *args: cut.append(args))
+    optimizer = AdamW(parameters((600,)))
+    monkeypatch.setattr(optimizer, "step", torch.compile(optimizer.step, backend="eager"))
+    for number in range(3):
+        step(optimizer, number, in_tiles=True)
+    assert cut == []
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 3
+
+
+def train(
+    comm: Comm, start: nn.Module, make: Callable[..., Optimizer], stage: int, options: Options
+) -> dict[str, Tensor]:
+    model = copy.deepcopy(start)
+    optimizer = make(model.parameters())
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
+    for number in range(3):
+        optimizer.zero_grad()
+        draws = torch.Generator().manual_seed(number)
+        model(torch.randn(4, 40, generator=draws)).square().mean().backward()
+        optimizer.step()
+    with engine.full_parameters():
+        found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine.close()
+    return found
+
+
+OFFLOADED = Options(offload=Offload(optimizer="cpu"), machine=Machine(host_is_apart=True))
+
+
+@pytest.mark.parametrize("make", [partial(AdamW, foreach=False), NAdam], ids=["AdamW", "NAdam"])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [*((stage, Options()) for stage in range(4)), (2, OFFLOADED)],
+    ids=["0", "1", "2", "3", "2, offloaded"],
+)
+def test_training_steps_pieces_in_tiles_with_the_same_bits(
+    stage: int,
+    options: Options,
+    make: Callable[..., Optimizer],
+    monkeypatch: pytest.MonkeyPatch,
+    seen: list[list[int]],
+) -> None:
+    start = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 40))
+    act = partial(train, start=start, make=make, stage=stage, options=options)
+    whole = ThreadWorld(2).run(act)
+    assert max(map(max, filter(None, seen))) > 256
+    seen.clear()
+    monkeypatch.setattr(tiles, "TILE", SMALL // torch.get_num_threads())
+    found = ThreadWorld(2).run(act)
+    for one, other in zip(found, whole, strict=True):
+        assert_same_bits(one, other)
+    assert max(map(max, filter(None, seen))) == 256
