@@ -53,12 +53,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def write_names(figure: Figure, panel: Any, table: dict[str, dict[str, float]]) -> None:
-    """Writes each name beside its point, where no other name and no point is."""
+    """Writes each name beside its point, where no other name is, and no point with the bar of its rounds."""
     figure.draw_without_rendering()  # now it is known where points lie
     figure.set_layout_engine("none")
-    points = {name: panel.transData.transform((row["rest_mb"], row["seconds"])) for name, row in table.items()}
     around = POINT * figure.dpi / 72
-    taken = [Bbox([at - around, at + around]) for at in points.values()]
+    bars = [[(row["rest_mb"], row[end]) for end in ("seconds_min", "seconds_max")] for row in table.values()]
+    taken = [Bbox(panel.transData.transform(bar)).padded(around) for bar in bars]
     for name, row in table.items():
         text = free_place(figure, panel, name, (row["rest_mb"], row["seconds"]), taken)
         taken.append(Text.get_window_extent(text))
