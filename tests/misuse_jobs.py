@@ -163,6 +163,17 @@ class KeptInABuffer(Kind):
         self.register_buffer("kept", self.first.weight.data)
 
 
+class KeptInABufferAndFrozen(KeptInABuffer):
+    """The optimizer has the parameter, which a callback may thaw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
 class InTheGaps(Kind):
     """Two parameters in one tensor, and no element in both; and a buffer of what does not train."""
 

@@ -29,7 +29,7 @@ def _stepped_by(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def _trains(parameter: Parameter, stepped: Container[int]) -> bool:
+def _trains(parameter: Tensor, stepped: Container[int]) -> bool:
     is_asked_for = parameter.requires_grad or id(parameter) in stepped
     return is_asked_for and (parameter.is_floating_point() or parameter.is_complex())
 
@@ -69,7 +69,8 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
                 "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
             )
     managed = {name: parameter for name, parameter in named.items() if is_plain(parameter)}
-    _refuse_shared_memory({**managed, **(dict(module.named_buffers()) if optimizers else {})})
+    buffers = dict(module.named_buffers()) if optimizers else {}
+    _refuse_shared_memory({**managed, **buffers}, _stepped_by(optimizers))
     return list(managed.values())
 
 
@@ -87,13 +88,13 @@ def _refuse_without_values(module: Module) -> None:
         )
 
 
-def _refuse_shared_memory(tensors: Mapping[str, Tensor]) -> None:
+def _refuse_shared_memory(tensors: Mapping[str, Tensor], stepped: Container[int]) -> None:
     """Raises ValueError for a parameter that trains, and another one, or a buffer, in the same memory, or in a part of
-    it: sharded, they would silently become independent."""
+    it: sharded, they would silently become independent. `stepped` are ids of those that optimizers have."""
     runs = [(*_run_of(tensor), name) for name, tensor in tensors.items() if _has_run(tensor)]
     end, before, device = 0, "", ""
     for kind, start, stop, name in sorted(runs, key=lambda run: run[:2]):
-        if kind == device and start < end and any(tensors[one].requires_grad for one in (before, name)):
+        if kind == device and start < end and any(_trains(tensors[one], stepped) for one in (before, name)):
             _refuse_pair(*((one, isinstance(tensors[one], Parameter)) for one in (before, name)))
         if kind != device or stop > end:
             end, before, device = stop, name, kind
