@@ -321,7 +321,9 @@ def replace_lists(optimizer: torch.optim.Optimizer, method: Callable[..., Any] |
 
 
 _outside_functions: Callable[[], AbstractContextManager[None]] = find(torch._C, "_DisableFuncTorch")
-_count_modes: Callable[[], int] = find(torch._C, "_len_torch_dispatch_stack")
+count_modes: Callable[[], int] = find(torch._C, "_len_torch_dispatch_stack")
+"""Returns how many dispatch modes get the operations of this thread. Nothing public counts them. Without it a step in
+tiles would look like hundreds of steps to them. Private: `_len_torch_dispatch_stack`."""
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -329,7 +331,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
     activation checkpoint, which expects the same operations when it computes again. Nothing public does. Without it a
     step that is taken when `torch.func.grad` reads a parameter would make optimizer state of its tensors, and crash; a
     gather would be an error in a selective checkpoint. Private: `_DisableFuncTorch`, `_len_torch_dispatch_stack`."""
-    return _OutsideSelection() if _count_modes() else _outside_functions()
+    return _OutsideSelection() if count_modes() else _outside_functions()
 
 
 class _OutsideSelection(ExitStack):

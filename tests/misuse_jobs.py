@@ -151,6 +151,40 @@ class TiedByData(Kind):
         self.more.weight.data = self.first.weight.data
 
 
+class OverlapsByData(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(self.first.weight.data[1:])
+
+
+class KeptInABuffer(Kind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", self.first.weight.data)
+
+
+class KeptInABufferAndFrozen(KeptInABuffer):
+    """The optimizer has the parameter, which a callback may thaw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class InTheGaps(Kind):
+    """Two parameters in one tensor, and no element in both; and a buffer of what does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.ones(WIDTH, 2)
+        self.even, self.odd = nn.Parameter(both[:, 0]), nn.Parameter(both[:, 1])
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("kept", self.fixed.data)
+
+
 class InTwoGroups(Kind):
     def configure_optimizers(self) -> Any:
         groups = [{"params": [self.first.weight]}, {"params": [self.first.weight, self.last.weight]}]

@@ -27,6 +27,11 @@ MISUSES = {
     "Foreign": r"Parameter 'quantised' is a Quantised, .* and trains.*Freeze it",
     "ForeignThawed": r"Parameter 'adapted.base.weight' is a Quantised, .* trains since set-up.*Keep it frozen",
     "TiedByData": r"Parameters 'first.weight' and 'more.weight' are two that share their memory.*Make them one",
+    "OverlapsByData": r"Parameters 'first.weight' and 'more' are two that share their memory.*Make them one",
+    **dict.fromkeys(
+        ("KeptInABuffer", "KeptInABufferAndFrozen"),
+        r"Parameter 'first.weight' trains, and buffer 'kept' is in the same memory.*its own values",
+    ),
     "AveragesItself": r"Averaging asks the other ranks in its step, .* leave both out of it .*, or use stage=0",
     "OptimizersMadeAnew": r"Optimizers \(\w+\) were made in the middle of fit.*Keep those that fit began with",
     "OptimizerReplaced": r"Optimizers \(AdamW\) were made in the middle of fit.*Keep those that fit began with",
@@ -35,7 +40,7 @@ MISUSES = {
 
 HARMLESS = [
     *("Moved", "Wrapped", "Removed", "ThawedButNotStepped", "ModuleReplaced", "ModuleReplacedBeforeTheFirstStep"),
-    *("WeightReplaced", "Added"),
+    *("WeightReplaced", "Added", "InTheGaps"),
     *("AddedToTheOptimizer", "FrozenInTheOptimizer", "ListedTwice"),
 ]
 

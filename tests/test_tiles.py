@@ -2,7 +2,9 @@
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,9 +17,11 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer
 from compare import assert_same_bits
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.run.notices import TornStepError
 from lightning_zero.shards import tiles
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.tiles import stepping_in_tiles
+from lightning_zero.torch_private import TorchDispatchMode
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
 
@@ -32,10 +36,14 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tiles, "TILE", SMALL // torch.get_num_threads())
-    return
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", SMALL)
 
 
 @pytest.fixture
@@ -100,11 +108,23 @@ def test_what_is_larger_than_a_tile_is_stepped_in_tiles_from_the_first_step_on(s
     assert seen == [[3, 256, 256, 256, 232, 1, 256, 256, 256, 256, 256, 176, 256, 1]] * 2
 
 
-def test_more_threads_step_more_at_a_time(monkeypatch: pytest.MonkeyPatch, seen: list[list[int]]) -> None:
-    monkeypatch.setattr(tiles, "TILE", SMALL)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+@pytest.mark.usefixtures("small_tiles")
+def test_several_threads_step_whole_tensors(monkeypatch: pytest.MonkeyPatch, seen: list[list[int]]) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     step(AdamW(parameters((1000,))), 0, in_tiles=True)
-    assert seen == [[768, 232]]
+    assert seen == [[1000]]
+
+
+class Watches(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_who_watches_operations_sees_those_of_whole_tensors(seen: list[list[int]]) -> None:
+    with Watches():
+        step(AdamW(parameters((1000,))), 0, in_tiles=True)
+    assert seen == [[1000]]
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -151,6 +171,16 @@ def test_hooks_and_state_see_no_tiles() -> None:
     step(optimizer, 0, in_tiles=True)
     assert shown == [([True], 0), ([True], 1)]
     assert optimizer.state[parameter]["exp_avg"].shape == (1000,)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_count_that_is_no_tensor_is_refused_as_torch_refuses_it() -> None:
+    (parameter,) = parameters((1000,))
+    optimizer = AdamW([parameter])
+    step(optimizer, 0, in_tiles=True)
+    optimizer.state[parameter]["step"] = 1
+    with pytest.raises(RuntimeError, match="singleton tensors"):
+        step(optimizer, 1, in_tiles=True)
 
 
 class Fails(AdamW):
@@ -212,6 +242,42 @@ def train(
     return found
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_an_error_between_two_tiles_has_torn_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last parameter has been changed, and not all of it."""
+    left = threading.local()
+    steps_alone = Tensor.addcdiv_
+
+    def fail_in_the_second_tile(*args: Any, **kwargs: Any) -> Tensor:
+        left.calls = left.calls - 1
+        if left.calls < 0 and left.fails:
+            raise ArithmeticError
+        return steps_alone(*args, **kwargs)
+
+    def act(comm: Comm) -> None:
+        model = nn.Linear(50, 40, bias=False)
+        optimizer = Adam(model.parameters(), foreach=False)
+        engine = Engine(model, [optimizer], stage=2, comm=comm)
+
+        def train() -> None:
+            with engine.forward():
+                loss = model(torch.ones(2, 50)).sum()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+
+        left.calls, left.fails = 1, comm.rank == 1
+        with pytest.raises(ArithmeticError) if left.fails else nullcontext():
+            train()
+        left.fails = False
+        with pytest.raises(TornStepError, match=r"rank 1 Adam\.step\(\) had changed 0 of 1 parameters and some"):
+            train()
+        engine.close()
+
+    monkeypatch.setattr(Tensor, "addcdiv_", fail_in_the_second_tile)
+    ThreadWorld(2).run(act)
+
+
 OFFLOADED = Options(offload=Offload(optimizer="cpu"), machine=Machine(host_is_apart=True))
 
 
@@ -233,7 +299,7 @@ def test_training_steps_pieces_in_tiles_with_the_same_bits(
     whole = ThreadWorld(2).run(act)
     assert max(map(max, filter(None, seen))) > 256
     seen.clear()
-    monkeypatch.setattr(tiles, "TILE", SMALL // torch.get_num_threads())
+    monkeypatch.setattr(tiles, "TILE", SMALL)
     found = ThreadWorld(2).run(act)
     for one, other in zip(found, whole, strict=True):
         assert_same_bits(one, other)

@@ -29,7 +29,7 @@ def _stepped_by(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def _trains(parameter: Parameter, stepped: Container[int]) -> bool:
+def _trains(parameter: Tensor, stepped: Container[int]) -> bool:
     is_asked_for = parameter.requires_grad or id(parameter) in stepped
     return is_asked_for and (parameter.is_floating_point() or parameter.is_complex())
 
@@ -69,7 +69,8 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
                 "be sharded. Freeze it (requires_grad_(False)), or make it a torch.nn.Parameter."
             )
     managed = {name: parameter for name, parameter in named.items() if is_plain(parameter)}
-    _refuse_shared_memory(managed)
+    buffers = dict(module.named_buffers()) if optimizers else {}
+    _refuse_shared_memory({**managed, **buffers}, _stepped_by(optimizers))
     return list(managed.values())
 
 
@@ -87,18 +88,45 @@ def _refuse_without_values(module: Module) -> None:
         )
 
 
-def _refuse_shared_memory(named: Mapping[str, Parameter]) -> None:
-    """Raises ValueError for two parameters in the same memory: sharded, they would silently become independent."""
-    owners: dict[int, str] = {}
-    for name, parameter in named.items():
-        if not parameter.numel() or early_of(parameter) is not None:  # an early parameter has memory of its own
-            continue
-        other = owners.setdefault(local_of(parameter).data_ptr(), name)
-        if other != name and (parameter.requires_grad or named[other].requires_grad):
-            raise ValueError(
-                f"Parameters {other!r} and {name!r} are two that share their memory, and sharded they would part. Make "
-                "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."
-            )
+def _refuse_shared_memory(tensors: Mapping[str, Tensor], stepped: Container[int]) -> None:
+    """Raises ValueError for a parameter that trains, and another one, or a buffer, in the same memory, or in a part of
+    it: sharded, they would silently become independent. `stepped` are ids of those that optimizers have."""
+    runs = [(*_run_of(tensor), name) for name, tensor in tensors.items() if _has_run(tensor)]
+    end, before, device = 0, "", ""
+    for kind, start, stop, name in sorted(runs, key=lambda run: run[:2]):
+        if kind == device and start < end and any(_trains(tensors[one], stepped) for one in (before, name)):
+            _refuse_pair(*((one, isinstance(tensors[one], Parameter)) for one in (before, name)))
+        if kind != device or stop > end:
+            end, before, device = stop, name, kind
+
+
+def _has_run(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of torch's own kind. An early parameter has memory of its own."""
+    is_known = isinstance(tensor, Parameter) or (type(tensor) is Tensor and tensor.layout is torch.strided)
+    return is_known and tensor.numel() > 0 and early_of(tensor) is None
+
+
+def _run_of(tensor: Tensor) -> tuple[str, int, int]:
+    """Returns the device of a tensor, and the addresses between which all memory is the tensor's. Of one with gaps,
+    where others may lie, that is its first element."""
+    values = local_of(tensor)
+    pairs = zip(values.shape, values.stride(), strict=True)
+    is_dense = 1 + sum((size - 1) * stride for size, stride in pairs) == values.numel()
+    numel = values.numel() if is_dense else 1
+    return str(values.device), values.data_ptr(), values.data_ptr() + numel * values.itemsize
+
+
+def _refuse_pair(one: tuple[str, bool], other: tuple[str, bool]) -> None:
+    (first, _), (second, _) = sorted((one, other), key=lambda named: not named[1])
+    if one[1] and other[1]:
+        raise ValueError(
+            f"Parameters {first!r} and {second!r} are two that share their memory, and sharded they would part. Make "
+            "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."
+        )
+    raise ValueError(
+        f"Parameter {first!r} trains, and buffer {second!r} is in the same memory: sharded they would part. Give the "
+        "buffer its own values (.data.clone()), or read the parameter where you use it."
+    )
 
 
 def foreign_parameters(module: Module) -> dict[str, Parameter]:
