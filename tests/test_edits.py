@@ -568,3 +568,17 @@ def test_weights_that_were_edited_before_the_state_of_an_optimizer_is_loaded_sta
 
     make = partial(torch.optim.AdamW, weight_decay=0.0)
     assert_as_on_one_device(tower(), act, stage, make, **options)
+
+
+def test_weights_that_each_rank_draws_by_itself_are_its_own_until_the_next_boundary_and_then_of_each_its_piece() -> None:
+    """As docs/reading.md tells of samples that are drawn in an evaluation."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            model[0].weight.copy_(torch.full((WIDTH, WIDTH), 1.0 + comm.rank))
+        own = model[0](torch.ones(1, WIDTH)).detach() - model[0].bias.detach()
+        return own, state_of(model, engine)["0.weight"].reshape(-1)
+
+    for rank, (own, weight) in enumerate(on_engine(nn.Sequential(nn.Linear(WIDTH, WIDTH)), act, 3)):
+        assert torch.allclose(own, torch.full((1, WIDTH), WIDTH * (1.0 + rank)))
+        assert weight.unique_consecutive().tolist() == [1.0, 2.0]
