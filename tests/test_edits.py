@@ -570,7 +570,7 @@ def test_weights_that_were_edited_before_the_state_of_an_optimizer_is_loaded_sta
     assert_as_on_one_device(tower(), act, stage, make, **options)
 
 
-def test_weights_that_each_rank_draws_by_itself_are_its_own_until_the_next_boundary_and_then_of_each_its_piece() -> None:
+def test_weights_that_each_rank_draws_are_its_own_until_the_boundary_and_then_each_has_given_its_piece() -> None:
     """As docs/reading.md tells of samples that are drawn in an evaluation."""
 
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> tuple[Tensor, Tensor]:
