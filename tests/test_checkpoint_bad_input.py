@@ -714,6 +714,27 @@ def load_with_objects(strategy: Any, path: Any) -> list[Any]:
     return [model.tokenizer.words, loaded.tokenizer.words]
 
 
+def load_as_the_environment_says(strategy: Any, path: Any, name: str, weights_only: bool | None) -> list[Any]:
+    """What a resume and `load_from_checkpoint` find of a pickled object."""
+    model = HasTokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, "1")
+        run = jobs.trainer(strategy, 2, **QUICK, max_epochs=2)
+        run.fit(model, loader(), ckpt_path=path, weights_only=weights_only)
+        loaded = HasTokenizer.load_from_checkpoint(path, weights_only=weights_only)
+    return [model.tokenizer is not None, loaded.tokenizer is not None]
+
+
+def test_pickled_objects_are_read_or_left_as_torchs_variables_of_the_environment_say(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path, never, always = tmp_path / "a.ckpt", "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    two_ranks.run(save, SHARDED, path, "HasTokenizer")
+    for name, weights_only, read in ((always, None, True), (always, True, False), (never, False, False)):
+        found = two_ranks.run(load_as_the_environment_says, SHARDED, path, name, weights_only)
+        assert found == [[read, read]] * 2, (name, weights_only)
+
+
 def test_r50_nothing_is_unpickled_but_on_request(two_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     found = two_ranks.run(without_pickles, live_without_pickles, SHARDED, path)

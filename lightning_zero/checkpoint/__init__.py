@@ -2,7 +2,7 @@
 
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.keeper import CheckpointKeeper
-from lightning_zero.checkpoint.load import StoredCheckpoint, find_newest, verify
+from lightning_zero.checkpoint.load import StoredCheckpoint, find_newest, reads_objects, verify
 from lightning_zero.checkpoint.save import Saver, pickle_on_all_ranks
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "StoredCheckpoint",
     "find_newest",
     "pickle_on_all_ranks",
+    "reads_objects",
     "verify",
 ]

@@ -29,6 +29,16 @@ _WORTH_SHARING = 1 << 16  # bytes that a rank reads of a tensor; less would cost
 _RESUMED = ("model:", "average:", "state_dict/", "optimizer ", "optimizer_states/")
 
 
+def reads_objects(weights_only: bool | None) -> bool:
+    """Tells whether pickled objects are to be read, as torch decides it for a file: a variable of the environment may
+    forbid it, or ask for it where the caller has said nothing."""
+    forbidden, asked = (
+        os.environ.get(name, "0").lower() in ("1", "y", "yes", "true")
+        for name in ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    )
+    return not forbidden and (asked if weights_only is None else not weights_only)
+
+
 @final
 class StoredTensor(Stored):
     """A tensor in a checkpoint."""

@@ -26,7 +26,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest
+from lightning_zero.checkpoint import CheckpointError, Folder, StoredCheckpoint, find_newest, reads_objects
 from lightning_zero.checkpoint.export import ZeroFileSystem
 from lightning_zero.checkpoint.folder import MANIFEST
 from lightning_zero.checkpoint.manifest import what_was_meant
@@ -51,7 +51,7 @@ def read_file_or_folder(
     if not folder.is_checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint: {what_was_meant(folder)}")
     with closing(StoredCheckpoint(path)) as found:
-        tree = found.load(objects=weights_only is False)
+        tree = found.load(objects=reads_objects(weights_only))
         found.verify_rest(0, 1)
     if left_out := found.told_left_out:
         rank_zero_warn(left_out)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks
+from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks, reads_objects
 from lightning_zero.checkpoint.single import write_at_once
 from lightning_zero.config import ActivationCheckpointing, Checkpoint, Offload
 from lightning_zero.device import HOST, free_bytes, is_host, untested
@@ -363,7 +363,7 @@ class ShardedStrategy:
         io, self._format.goes_on_from_shards = self.checkpoint_io, False
         if is_read_by_plugin(io, path):
             return io.load_checkpoint(path, weights_only=weights_only)
-        sharded = self._checkpoints.open(path, lazy=lazy, objects=weights_only is False)
+        sharded = self._checkpoints.open(path, lazy=lazy, objects=reads_objects(weights_only))
         self._format.goes_on_from_shards = sharded is not None
         return read_single_file(io, path, weights_only) if sharded is None else sharded
 
