@@ -1,4 +1,4 @@
-"""Large tensors that the host's Adam steps tile by tile: the same bits, and nobody else sees the tiles."""
+"""Large tensors that Adam and its like step tile by tile on the host: the same bits, and nobody else sees the tiles."""
 
 import copy
 import importlib
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Adam, AdamW, NAdam, Optimizer
+from torch.optim import Adadelta, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from compare import assert_same_bits
 from lightning_zero.config import Offload
@@ -33,6 +33,8 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "AdamW, amsgrad, maximize": partial(AdamW, amsgrad=True, maximize=True),
     "AdamW, rate in a tensor": partial(AdamW, lr=torch.tensor(0.01)),
     "NAdam": partial(NAdam, decoupled_weight_decay=True, weight_decay=0.1),
+    "RAdam": partial(RAdam, weight_decay=0.1),
+    "Adadelta": partial(Adadelta, weight_decay=0.1, maximize=True),
 }
 
 
@@ -55,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append([parameter.numel() for parameter in parameters])
         theirs(parameters, *args, **kwargs)
 
-    for kind, name in ((Adam, "adam"), (NAdam, "nadam")):
+    for kind, name in {Adam: "adam", NAdam: "nadam", RAdam: "radam", Adadelta: "adadelta"}.items():
         module = importlib.import_module(kind.__module__)
         monkeypatch.setattr(module, name, partial(noting, getattr(module, name)))
     return found
@@ -281,7 +283,9 @@ def test_an_error_between_two_tiles_has_torn_the_step(monkeypatch: pytest.Monkey
 OFFLOADED = Options(offload=Offload(optimizer="cpu"), machine=Machine(host_is_apart=True))
 
 
-@pytest.mark.parametrize("make", [partial(AdamW, foreach=False), NAdam], ids=["AdamW", "NAdam"])
+@pytest.mark.parametrize(
+    "make", [partial(AdamW, foreach=False), NAdam, RAdam, Adadelta], ids=["AdamW", "NAdam", "RAdam", "Adadelta"]
+)
 @pytest.mark.parametrize(
     ("stage", "options"),
     [*((stage, Options()) for stage in range(4)), (2, OFFLOADED)],
