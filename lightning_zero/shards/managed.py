@@ -95,7 +95,8 @@ def _refuse_shared_memory(tensors: Mapping[str, Tensor], stepped: Container[int]
     end, before, device = 0, "", ""
     for kind, start, stop, name in sorted(runs, key=lambda run: run[:2]):
         if kind == device and start < end and any(_trains(tensors[one], stepped) for one in (before, name)):
-            _refuse_pair(*((one, isinstance(tensors[one], Parameter)) for one in (before, name)))
+            first, second = sorted((before, name), key=lambda one: not isinstance(tensors[one], Parameter))
+            _refuse_pair(first, second, is_parameter=isinstance(tensors[second], Parameter))
         if kind != device or stop > end:
             end, before, device = stop, name, kind
 
@@ -116,9 +117,9 @@ def _run_of(tensor: Tensor) -> tuple[str, int, int]:
     return str(values.device), values.data_ptr(), values.data_ptr() + numel * values.itemsize
 
 
-def _refuse_pair(one: tuple[str, bool], other: tuple[str, bool]) -> None:
-    (first, _), (second, _) = sorted((one, other), key=lambda named: not named[1])
-    if one[1] and other[1]:
+def _refuse_pair(first: str, second: str, *, is_parameter: bool) -> None:
+    """Raises ValueError for a parameter and a second one, or a buffer unless the second `is_parameter`."""
+    if is_parameter:
         raise ValueError(
             f"Parameters {first!r} and {second!r} are two that share their memory, and sharded they would part. Make "
             "them one (decoder.weight = encoder.weight), or give each its own values (.data.clone())."

@@ -1,4 +1,4 @@
-"""Tiles: on the host, torch's Adam and its like step large tensors part by part, each as small as the cache.
+"""Tiles: on the host, torch's Adam and its like step large tensors part by part, each of which a cache holds.
 
 They take some ten passes over each tensor, and a piece of a few million elements comes from memory in each of them. Of
 a tile the later passes find it in the cache. All elements are stepped as they would be, with the same bits.
@@ -27,7 +27,7 @@ TILE = 2**19  # bytes of a parameter that are stepped at a time; five to seven s
 
 # Those that take many passes, and gain a fifth of a step or more. Adamax gains 7 percent, RMSprop, Adagrad and SGD 3.
 _TILED = (Adadelta, Adam, AdamW, NAdam, RAdam)
-_STEPPING = {kind.__module__ for kind in _TILED}
+_STEPPING = {kind.__module__ for kind in _TILED}  # the modules of torch that list tensors in order to step them
 _NBYTES = attrgetter("nbytes")
 
 
