@@ -5,6 +5,7 @@
 A function runs with torch.distributed's environment set as torchrun would, so a Trainer inside launches nothing.
 
 Ranks are forked from a server that has imported everything already, and end with the test session, however it ends.
+What they print is the test's own output: pytest shows it if that fails.
 """
 
 import gc
@@ -14,11 +15,13 @@ import multiprocessing as mp
 import os
 import random
 import socket
+import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy
@@ -61,6 +64,31 @@ class RankFailed(AssertionError):
     """A function raised on a rank."""
 
 
+class Output:
+    """What processes print, in a file without a name that all of them have open."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # as long as the processes
+        self._shown = 0  # bytes
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self._file.fileno())
+
+    def __setstate__(self, inherited: Any) -> None:
+        self._file = os.fdopen(inherited.detach(), "wb", buffering=0)
+
+    def take_over(self) -> None:
+        """Has this process, and what it starts, print there."""
+        for stream in (1, 2):
+            os.dup2(self._file.fileno(), stream)
+
+    def show(self) -> None:
+        """Prints, in the process that has made it, what has come since the last call."""
+        told = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size - self._shown, self._shown)
+        self._shown += len(told)
+        print(told.decode(errors="replace"), end="")
+
+
 def die_with_parent() -> None:
     """Ends this process when the one that started it has ended, by a signal or otherwise. The system's own signal would
     not do: the server that forks ranks lives as long as they do."""
@@ -86,7 +114,8 @@ def _unpacked(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=False)
 
 
-def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
+def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any, output: Output) -> None:
+    output.take_over()
     import frugal  # noqa: F401  # both are there already, where the server that this is forked from has them
     import watched  # noqa: F401
 
@@ -109,9 +138,12 @@ def _rank_main(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> Non
         seed()
         try:
             function, args, kwargs = _unpacked(task)
-            outbox.put((rank, _packed(function(*args, **kwargs)), None))
+            outcome = (rank, _packed(function(*args, **kwargs)), None)
         except BaseException:
-            outbox.put((rank, None, traceback.format_exc()))
+            outcome = (rank, None, traceback.format_exc())
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        outbox.put(outcome)
         for name in os.environ.keys() - environment.keys():  # a seed for workers, say: it is not for the next job
             del os.environ[name]
         os.environ.update((name, value) for name, value in environment.items() if os.environ.get(name) != value)
@@ -127,8 +159,9 @@ class RankPool:
         port = free_port()
         self._inboxes = [CONTEXT.SimpleQueue() for _ in range(world)]
         self._outbox = CONTEXT.Queue()
+        self._output = Output()
         self.processes = [
-            CONTEXT.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox), daemon=True)
+            CONTEXT.Process(target=_rank_main, args=(rank, world, port, inbox, self._outbox, self._output), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
         ]
         for process in self.processes:
@@ -165,7 +198,10 @@ class RankPool:
 
     def next_outcome(self, timeout: float = HANGS) -> tuple[int, Any, str | None]:
         """Of what has begun: the rank that ends next, its result and its traceback."""
-        rank, packed, error = self._outbox.get(timeout=timeout)
+        try:
+            rank, packed, error = self._outbox.get(timeout=timeout)
+        finally:
+            self._output.show()
         return rank, None if packed is None else _unpacked(packed), error
 
     def begin(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -178,6 +214,7 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
+        self._output.show()
 
     def close(self) -> None:
         for inbox in self._inboxes:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import settings
 
 from lightning_zero.wire.comm import Comm
 from older import NO_NAMES_OF_THREADS
-from ranks import free_port, run_alone
+from ranks import RankPool, free_port, run_alone
 from thread_world import ThreadWorld
 
 SESSION = """
@@ -68,6 +69,20 @@ def test_threads_that_receive_leave_the_cores_to_ranks() -> None:
     (first, second), errors = run_alone(2, niceness_of_receivers)
     assert errors == [None, None]
     assert set(first) == set(second) == {19}
+
+
+def speak() -> None:
+    print("on stdout")
+    print("on stderr", file=sys.stderr)
+    os.system("echo by a child")
+
+
+def test_what_ranks_print_is_the_output_of_the_test(two_ranks: RankPool, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        two_ranks.run(speak)
+        said = capfd.readouterr()
+        assert Counter(said.out.splitlines()) == {"on stdout": 2, "on stderr": 2, "by a child": 2}
+        assert said.err == ""
 
 
 def draw_and_leave_something_behind() -> tuple[float, bool]:
