@@ -185,6 +185,28 @@ class InTheGaps(Kind):
         self.register_buffer("kept", self.fixed.data)
 
 
+class OnlySaysSo(Kind):
+    """Its optimizer is a wrapper that torch has not made, and whose `__class__` says that it has."""
+
+    def configure_optimizers(self) -> Any:
+        return SaysItIsOne(torch.optim.SGD(self.parameters(), lr=1e-2))
+
+
+class SaysItIsOne:
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+        self.defaults, self.state, self.param_groups = wrapped.defaults, wrapped.state, wrapped.param_groups
+        self.state_dict, self.load_state_dict = wrapped.state_dict, wrapped.load_state_dict
+        self.zero_grad = wrapped.zero_grad
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return torch.optim.Optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+
 class InTwoGroups(Kind):
     def configure_optimizers(self) -> Any:
         groups = [{"params": [self.first.weight]}, {"params": [self.first.weight, self.last.weight]}]

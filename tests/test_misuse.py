@@ -35,6 +35,7 @@ MISUSES = {
     "AveragesItself": r"Averaging asks the other ranks in its step, .* leave both out of it .*, or use stage=0",
     "OptimizersMadeAnew": r"Optimizers \(\w+\) were made in the middle of fit.*Keep those that fit began with",
     "OptimizerReplaced": r"Optimizers \(AdamW\) were made in the middle of fit.*Keep those that fit began with",
+    "OnlySaysSo": r"Optimizer 0 \(SaysItIsOne\) cannot be given torch's hooks.*Derive it from torch.optim.Optimizer",
     "InTwoGroups": "some parameters appear in more than one parameter group",  # torch's own
 }
 

@@ -1,6 +1,7 @@
 """Code that users have, unchanged, beside DDP on two real ranks."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,16 @@ def test_evaluation_needs_no_optimizer(two_ranks: RankPool) -> None:
         for mine, theirs in zip(two_ranks.run(user_jobs.evaluate_only, {"stage": stage}), expected, strict=True):
             assert mine["loss"] == theirs["loss"]
             assert torch.equal(mine["predictions"], theirs["predictions"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_copies_are_saved_in_a_hook_with_the_bytes_of_ddp(stage: int, two_ranks: RankPool, tmp_path: Path) -> None:
+    expected = two_ranks.run(user_jobs.export_at_the_end, DDP, tmp_path / "ddp")
+    found = two_ranks.run(user_jobs.export_at_the_end, {"stage": stage}, tmp_path / "here")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["bytes"] == theirs["bytes"]
+        for file in ("state", "model", "head"):
+            assert differing(mine[file], theirs[file]) == [], file
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

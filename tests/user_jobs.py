@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -461,6 +462,33 @@ def look_on_rank_0_only(strategy: Any, precision: str) -> dict[str, Any]:
     model = Curious()
     trainer(strategy, 2, precision=precision).fit(model, loader(), loader(seed=1, samples=16))
     return {"losses": model.losses, "seen": model.seen}
+
+
+class Exporting(Classifier):
+    """Writes files of its own while it trains: of a copy as those packages do that ask each weight for memory of its
+    own, and of its head alone."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.found: dict[str, Any] = {}
+
+    def on_train_end(self) -> None:
+        place = self.folder / str(self.global_rank)
+        place.mkdir(parents=True)
+        head = self.net[4]
+        save_file(self.net.state_dict(), place / "state")
+        save_model(copy.deepcopy(self.net), str(place / "model"))
+        torch.save(copy.deepcopy(head).state_dict(), place / "head")
+        self.found = {name: load_file(place / name) for name in ("state", "model")}
+        self.found |= {"head": torch.load(place / "head"), "bytes": (place / "head").stat().st_size}
+
+
+def export_at_the_end(strategy: Any, folder: Path) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    model = Exporting(folder)
+    trainer(strategy, 2).fit(model, loader())
+    return model.found
 
 
 class Routed(L.LightningModule):

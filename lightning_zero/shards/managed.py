@@ -41,7 +41,8 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     named = dict(module.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
-        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "defaults"):
+        # Asked of the type: some wrappers (LARSWrapper of solo-learn) only say that `__class__` is torch's.
+        if not issubclass(type(optimizer), Optimizer) or not hasattr(optimizer, "defaults"):
             raise ValueError(
                 f"Optimizer {number} ({type(optimizer).__name__}) cannot be given torch's hooks, in which its "
                 "parameters become what this rank owns. Derive it from torch.optim.Optimizer, and have __init__ call "
