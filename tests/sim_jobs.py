@@ -424,6 +424,7 @@ def train(
     micro: int = 1,
     steps: int = 3,
     kernel: str = "fused",
+    optimizer: str = "AdamW",
     event: str | None = None,
     path: Path | None = None,
     **options: Any,
@@ -439,7 +440,7 @@ def train(
         made: torch.optim.Optimizer = OfOneKind(model.parameters(), device.type)
     else:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        made = torch.optim.AdamW(trained, lr=1e-2, **({} if kernel == "torch's choice" else {kernel: True}))
+        made = getattr(torch.optim, optimizer)(trained, **_options(device, kernel))
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
     if "units" in options:
@@ -495,6 +496,8 @@ def train(
             engine.averages.clip_by_norm_(made, 0.1)
         scaler.step(made)
         scaler.update()
+        if isinstance(rate := made.param_groups[0].get("lr"), torch.Tensor):
+            rate.mul_(0.5)  # as a scheduler does
     engine.catch_up()
     told = dict(waits)
     found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.loans.cache.units)}
@@ -504,6 +507,16 @@ def train(
         assert path is not None
         found["saved"] = StoredCheckpoint(path).load()["state_dict"]
     return found | {"weights": {name: _whole(value).detach().cpu() for name, value in model.named_parameters()}}
+
+
+def _options(device: torch.device, kernel: str) -> dict[str, Any]:
+    """What an optimizer is told: which kernel it takes, or what it finds on the device."""
+    if kernel == "options on the device":
+        numbers = [torch.full((), value, device=device) for value in (1e-2, 0.8, 0.9)]
+        return {"lr": numbers[0], "betas": tuple(numbers[1:]), "fused": True}
+    if kernel == "capturable":
+        return {"lr": 1e-2, "foreach": False, "capturable": device.type != "cpu"}
+    return {"lr": 1e-2} if kernel == "torch's choice" else {"lr": 1e-2, kernel: True}
 
 
 def parallelize(model: nn.Module, device: torch.device, ranks: int, size: int) -> None:

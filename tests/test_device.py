@@ -117,6 +117,23 @@ def test_torchs_choice_of_the_kernel_is_still_open_after_a_step_on_the_host(
     assert [rank["fused"] for rank in found] == [None, None]
 
 
+@pytest.mark.parametrize("offload", [Offload("cpu"), Offload("cpu", fraction=0.5)], ids=["all", "half"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_on_the_host_takes_options_that_are_tensors_of_the_device(
+    in_backward: bool, offload: Offload, sim_process: RankPool
+) -> None:
+    """A fused kernel would copy them itself, and read them before they have come; others refuse them."""
+    setting = {"kernel": "options on the device", "stage": 2, "step_in_backward": in_backward}
+    assert_same(*train(sim_process, "LATE", 2, **setting, offload=offload))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
+def test_what_a_device_could_capture_is_stepped_on_the_host(optimizer: str, sim_process: RankPool) -> None:
+    """There torch refuses `capturable`."""
+    setting = {"stage": 2, "optimizer": optimizer, "kernel": "capturable", "offload": Offload("cpu")}
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
 PARTED = ActivationCheckpointing("Sequential", partition=True)
 PARTED_AWAY = ActivationCheckpointing("Sequential", partition=True, offload=True)
 PARTED_IN_ONE = ActivationCheckpointing("Sequential", partition=True, offload=True, contiguous=True)

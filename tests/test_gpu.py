@@ -278,6 +278,18 @@ def test_offload_trains_as_without_it(tiers: str, in_backward: bool, tmp_path: P
     assert found["moved"] == pytest.approx(expected["moved"], rel=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_step_on_the_host_takes_what_is_meant_for_the_device(fraction: float, optimizer: str) -> None:
+    """The learning rate of AdamW is a tensor of the device; NAdam could be captured there."""
+    kernel = "options on the device" if optimizer == "AdamW" else "capturable"
+    setting = {"stage": 2, "optimizer": optimizer, "kernel": kernel, "offload": Offload("cpu", fraction=fraction)}
+    (found,), (expected,) = (
+        sim_jobs.train_on_ranks(device, 1, sim_jobs.tower(), **setting, steps=6) for device in (GPU, CPU)
+    )
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+
+
 @pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
 def test_late_steps_on_the_host_give_the_bits_of_steps_at_once(
     state_dtype: str | None, monkeypatch: pytest.MonkeyPatch
