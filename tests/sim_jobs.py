@@ -394,6 +394,27 @@ def tower() -> Tower:
     return Tower()
 
 
+class Averaging(Tower):
+    """Keeps a running mean of what it has seen, and how often, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(11))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        logits = super().forward(tokens, without)
+        with torch.no_grad():
+            self.mean.lerp_(logits.mean((0, 1)), 0.1)
+            self.seen.add_(1)
+        return logits - self.mean
+
+
+def averaging_tower() -> Averaging:
+    torch.manual_seed(0)
+    return Averaging()
+
+
 class OfOneKind(torch.optim.Optimizer):
     """Momentum, with kernels for one kind of device."""
 

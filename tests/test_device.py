@@ -223,6 +223,20 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
         assert each["waits"] == expected
 
 
+@pytest.mark.parametrize("micro", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_a_steady_step_the_host_waits_for_no_buffers_of_rank_0(
+    stage: int, micro: int, sim_process: RankPool
+) -> None:
+    """Neither where ranks have asked each other before they reduce, between two forwards."""
+    setting: dict[str, Any] = {"stage": stage, "micro": micro, "steps": 5}
+    start = sim_jobs.averaging_tower()
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, start, **setting)
+    for mine, theirs in zip(found, sim_jobs.train_on_ranks(CPU, 2, start, **setting), strict=True):
+        assert [wait for wait in mine["waits"] if "has_divergence" not in wait] == []
+        assert mine["losses"] == theirs["losses"]
+
+
 CHANGES = {"none": {}, "an edit": {"event": "gradients are edited"}, "an average that is added to": {"micro": 2}}
 
 
