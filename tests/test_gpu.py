@@ -201,6 +201,16 @@ def test_nccl_reduces_in_the_dtype_of_the_gradients(nccl: NativeComm, dtype: tor
     assert total.tolist() == [1.5, 1.5, 1.5]
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str
+)
+def test_nccl_sends_what_it_cannot_sum(nccl: NativeComm, dtype: torch.dtype) -> None:
+    values, rows = torch.ones(4, device="cuda").to(dtype), torch.zeros(1, 4, device="cuda").to(dtype)
+    nccl.broadcast(values, "values")
+    nccl.all_gather(rows, values, "rows", diverges=False).wait()
+    assert torch.equal(rows[0].view(torch.uint8), values.view(torch.uint8))
+
+
 def test_nccl_sends_small_host_messages_over_gloo(nccl: NativeComm) -> None:
     assert nccl.all_reduce(torch.tensor([3.0]), "control").tolist() == [3.0]
     assert nccl.all_gather_object({"a": 1}, "object") == [{"a": 1}]
