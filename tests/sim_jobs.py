@@ -27,7 +27,7 @@ from lightning_zero.device import SideStream, to_device
 from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.recompute import Recompute, store_for
+from lightning_zero.run.recompute import Buffers, Recompute, store_for
 from lightning_zero.shards import norm
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.array import ALL, empty
@@ -294,6 +294,57 @@ def input_that_is_edited_after_its_block(device: torch.device) -> tuple[list[flo
         loss.backward()
         found.append(model[0].weight.grad.flatten().tolist())
     return found[0], found[1]
+
+
+class Codebook(nn.Linear):
+    """Counts its calls, and keeps a mean of what it has seen, past torch's count of edits."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.data.add_(1)
+        self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean) * self.mask * self.calls
+
+
+def buffers_edited_through_data(device: torch.device) -> list[tuple[list[float], ...]]:
+    """Returns gradients and buffers after two steps of blocks that edit buffers, and of ones that recompute."""
+    torch.manual_seed(0)
+    start, found = nn.Sequential(Codebook(), Codebook()), []
+    for recomputes in (False, True):
+        model = copy.deepcopy(start).to(device)
+        if recomputes:
+            here = Place(device)
+            store = store_for(ActivationCheckpointing("Codebook"), Ledger(), device, here, LocalComm())
+            Recompute(model, "Codebook", store).install()
+        for step in range(2):
+            model(torch.arange(32.0).view(4, 8).to(device) + step).square().sum().backward()
+        kept = [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        found.append(tuple(tensor.flatten().tolist() for tensor in kept))
+    return found
+
+
+def bytes_of_unchanged_buffers(device: torch.device) -> list[int]:
+    """Returns what copies of buffers take of the device around a call that changes none, and once it has told so."""
+    from sim import streams
+
+    module, memory = nn.BatchNorm1d(4096, affine=False).to(device), torch.get_device_module(device).memory_stats
+    before, found = memory()["requested_bytes.all.current"], []
+    recompute = Recompute(
+        nn.Sequential(nn.Linear(1, 1)),
+        "Linear",
+        store_for(ActivationCheckpointing("Linear"), Ledger(), device, Place(device), LocalComm()),
+    )
+    first = Buffers(module)
+    for step in (lambda: None, lambda: recompute.free_unchanged(first), streams.synchronize):
+        step()
+        found.append(memory()["requested_bytes.all.current"] - before)
+    recompute.free_unchanged(Buffers(nn.Identity()))
+    return [*found, memory()["requested_bytes.all.current"] - before]
 
 
 # -- collectives

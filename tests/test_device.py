@@ -278,6 +278,22 @@ def test_an_input_may_be_edited_once_the_block_is_over_that_recomputes_from_a_co
 
 
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
+def test_a_block_that_recomputes_edits_buffers_once_also_through_their_data(policy: str, sim_process: RankPool) -> None:
+    ((expected, found),) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.buffers_edited_through_data)
+    assert found == expected
+
+
+def test_copies_of_buffers_that_a_block_has_not_changed_are_freed_once_the_device_has_told_so(
+    sim_process: RankPool,
+) -> None:
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.bytes_of_unchanged_buffers)
+    copied = 2 * 4 * 4096 + 8
+    assert found[0] == copied
+    assert found[1] >= copied  # nobody waits for the device
+    assert found[-1] == 0
+
+
+@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
 def test_pinned_memory_has_its_own_size_is_not_copied_by_a_fork_and_goes_back(
     policy: str, sim_process: RankPool
 ) -> None:
