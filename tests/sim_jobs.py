@@ -466,6 +466,22 @@ def averaging_tower() -> Averaging:
     return Averaging()
 
 
+class Normed(Tower):
+    """Reads weights itself that rest in two bytes."""
+
+    def forward(self, tokens: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        x = self.enter(tokens)
+        for block in self.blocks:
+            weight = block[0].weight  # type: ignore[index]
+            x = x + block(nn.functional.linear(x, weight / weight.norm(dim=1, keepdim=True)))  # type: ignore[operator]
+        return nn.functional.linear(self.norm(x), self.enter.weight)
+
+
+def normed_tower() -> Normed:
+    torch.manual_seed(0)
+    return Normed()
+
+
 class OfOneKind(torch.optim.Optimizer):
     """Momentum, with kernels for one kind of device."""
 
@@ -573,6 +589,7 @@ def train(
     engine.catch_up()
     told = dict(waits)
     found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.loans.cache.units)}
+    found["groups"] = len(engine.groups)
     found["fused"] = made.param_groups[0].get("fused")
     engine.close()
     if event == "a checkpoint is saved":

@@ -237,6 +237,21 @@ def test_in_a_steady_step_the_host_waits_for_no_buffers_of_rank_0(
         assert mine["losses"] == theirs["losses"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_for_edits_of_weights_that_rest_in_two_bytes_the_host_waits_twice_for_all_of_a_group(
+    stage: int, sim_process: RankPool
+) -> None:
+    """A module reads them itself, and might have edited what it was lent."""
+    setting: dict[str, Any] = {"stage": stage, "precision": "bf16-mixed", "steps": 5}
+    start = sim_jobs.normed_tower()
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, start, **setting)
+    for mine, theirs in zip(found, sim_jobs.train_on_ranks(CPU, 2, start, **setting), strict=True):
+        waits = {wait: times for wait, times in mine["waits"].items() if "has_divergence" not in wait}
+        assert {*waits} == {"synchronize in shards/edits.py:_differ"}
+        assert sum(waits.values()) <= 2 * mine["groups"]
+        assert mine["losses"] == theirs["losses"]
+
+
 CHANGES = {"none": {}, "an edit": {"event": "gradients are edited"}, "an average that is added to": {"micro": 2}}
 
 
