@@ -520,6 +520,11 @@ def test_recomputation_on_a_gpu_changes_no_bit(policy: str) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found["weights"], expected["weights"], strict=True))
 
 
+def test_recomputation_on_a_gpu_edits_buffers_once_also_through_their_data() -> None:
+    expected, found = sim_jobs.buffers_edited_through_data(GPU)
+    assert found == expected
+
+
 def test_offloaded_checkpoints_leave_the_device_for_page_locked_memory() -> None:
     depth, size = 8, 2048 * 1024 * 4
     keeps_all, recomputes = deep_on_gpu(None, depth), deep_on_gpu(ActivationCheckpointing(), depth)
