@@ -576,6 +576,10 @@ def train(
                     penalty.backward()
         if scaler.is_enabled():
             engine.averages.unscale_(scaler, made)
+        if step == 1 and event == "gradients are summed by users":
+            works = [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]
+            for work in works:
+                work.wait()
         if step == 1 and event == "gradients are edited":
             for parameter in model.parameters():
                 assert parameter.grad is not None

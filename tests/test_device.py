@@ -201,6 +201,15 @@ def test_what_is_added_to_an_average_and_not_reduced_reaches_it_in_any_tier(
     assert_same(*train(sim_process, "LATE", ranks, **setting))
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_collective_of_users_may_still_write_to_a_gradient_when_its_call_is_over(
+    stage: int, tier: str, sim_process: RankPool, tmp_path: Path
+) -> None:
+    setting = {"stage": stage, "event": "gradients are summed by users", "offload": offload_of(tier, stage, tmp_path)}
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_edits_of_dtensors_that_raise_no_version_reach_masters_on_the_host(stage: int, sim_process: RankPool) -> None:
     setting = {"stage": stage, "event": "weights are edited through p.data", "tensor_parallel_size": 2}

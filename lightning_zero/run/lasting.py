@@ -151,11 +151,16 @@ class LastingLoans:
 
     # -- gradients
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
+    def take_gradient(
+        self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool, is_arriving: bool
+    ) -> None:
         """See `GradientLender`. One that is lent already is only read here, but for what the call has edited: edits
-        through views of it are kept at the boundary, where all ranks are."""
+        through views of it are kept at the boundary, where all ranks are. So is what is arriving, for which users have
+        waited by then."""
         is_lent = slot in self.gradients
-        if is_edited or not is_lent:
+        if is_arriving:
+            self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
+        elif is_edited or not is_lent:
             self._keep_gradient(slot, gradient, is_edited=is_edited)
             if is_visible or is_lent:
                 self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)

@@ -224,7 +224,9 @@ class Loans(Lender):
         with no_interception(), torch.no_grad():
             return averaged_of(slot).full(slot, is_lost=gradient_of(slot).has_written_over(slot))
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
+    def take_gradient(
+        self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool, is_arriving: bool
+    ) -> None:
         beside = gradient_of(slot).beside
         if beside.has(slot.index) or self.runner.reductions.are_accumulated:
             if edited_by is not None or is_visible:
@@ -232,7 +234,8 @@ class Loans(Lender):
             return
         if edited_by is not None:
             self.runner.wait_to_edit_gradients(edited_by)
-        self.lasting.take_gradient(slot, gradient, is_edited=edited_by is not None, is_visible=is_visible)
+        is_edited = edited_by is not None and not is_arriving
+        self.lasting.take_gradient(slot, gradient, is_edited=is_edited, is_visible=is_visible, is_arriving=is_arriving)
 
     # -- boundaries
 
