@@ -548,6 +548,10 @@ def train(
         elif step == 1 and event == "weights are edited through p.data":
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
+        elif step == 1 and event == "weights are summed by users":
+            with torch.no_grad():
+                for work in [dist.all_reduce(parameter, async_op=True) for parameter in model.parameters()]:
+                    work.wait()
         elif step == 1 and event == "layers are thawed":
             for parameter in frozen:
                 parameter.requires_grad_(True)

@@ -210,6 +210,15 @@ def test_a_collective_of_users_may_still_write_to_a_gradient_when_its_call_is_ov
     assert_same(*train(sim_process, "LATE", 2, **setting))
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_collective_of_users_may_still_write_to_weights_when_its_call_is_over(
+    stage: int, precision: str, sim_process: RankPool
+) -> None:
+    setting = {"stage": stage, "event": "weights are summed by users", "precision": precision}
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_edits_of_dtensors_that_raise_no_version_reach_masters_on_the_host(stage: int, sim_process: RankPool) -> None:
     setting = {"stage": stage, "event": "weights are edited through p.data", "tensor_parallel_size": 2}

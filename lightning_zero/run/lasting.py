@@ -84,7 +84,8 @@ class LastingLoans:
 
     def end_call(self, group: ShardGroup, loan: Lent, result: Any) -> None:
         """Notes whether a call has edited lent values unseen, or has returned a view through which they may be."""
-        if group.is_apart and loan.is_unversioned:
+        is_arriving = loan.is_arriving_in(result)  # then a look at the values would be too early
+        if loan.is_unversioned and (group.is_apart or (group.kind.upcasts and is_arriving)):
             self.watch.note_edit(group)
         elif loan.is_unwatched and loan.is_visible_in(result):
             if group.kind.upcasts:
@@ -105,9 +106,13 @@ class LastingLoans:
             if full is not None:
                 self.watch.note(group, full)
 
-    def keep_edit(self, unit: Unit, *, is_unversioned: bool) -> None:
-        """Keeps an edit that a call has just made in a unit. One that the end of its use will keep is only noted."""
+    def keep_edit(self, unit: Unit, *, is_unversioned: bool, is_arriving: bool) -> None:
+        """Keeps an edit that a call has just made in a unit. One that the end of its use will keep is only noted; one
+        that is arriving is kept at the boundary, as users have waited for it by then."""
         self._has_kept = True
+        if is_arriving:
+            self.hold(unit)
+            return
         if not (unit.is_held or is_unversioned):
             return
         for group in unit.groups:

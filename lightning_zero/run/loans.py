@@ -138,13 +138,14 @@ class Loans(Lender):
         """Ends the loan of a unit to one call, unless the values are still referred to."""
         if notes:
             self.saved.pop()
+        is_arriving = loan.is_arriving_in(result)
         if unit.is_shared and not recomputes:
             self.lasting.hold(unit)
-            if loan.is_unwatched and loan.is_visible_in(result):
+            if loan.is_unwatched and loan.is_visible_in(result) and not is_arriving:
                 self.lasting.note_views(group for group in unit.groups if not group.kind.upcasts)
         if unit.pins == 1 and loan.is_edited:
             self._wait_for_all(Place.EDIT)
-            self.lasting.keep_edit(unit, is_unversioned=loan.is_unversioned)
+            self.lasting.keep_edit(unit, is_unversioned=loan.is_unversioned, is_arriving=is_arriving)
         self.cache.unpin(unit)
 
     @contextmanager
