@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import jobs
+import sim_jobs
 import tensor_training_jobs
+from lightning_zero.wire.native import make_comm
 
 
 def on_one_gpu(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +71,19 @@ def fit_tensor_parallel(stage: int, tensor: int, **strategy: Any) -> dict[str, A
         run.fit(model, tensor_training_jobs.loader(data))
         weights = {name: tensor_training_jobs.whole(value).clone() for name, value in model.state_dict().items()}
         return {"losses": model.losses, "weights": weights}
+
+    return on_one_gpu(job)
+
+
+def train_with_buffers(stage: int, micro: int) -> dict[str, Any]:
+    """Micro-batches whose gradients are all reduced, of a model whose forward changes its buffers."""
+
+    def job() -> dict[str, Any]:
+        if not dist.is_initialized():
+            dist.init_process_group("nccl")
+        device = torch.device("cuda", 0)
+        comm = make_comm(device, sim_jobs.SOON, backend="nccl")
+        return sim_jobs.train(device, comm, sim_jobs.averaging_tower(), stage=stage, micro=micro, steps=5)
 
     return on_one_gpu(job)
 

@@ -27,7 +27,7 @@ from lightning_zero.device import SideStream, to_device
 from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.recompute import Recompute, store_for
+from lightning_zero.run.recompute import Buffers, Recompute, store_for
 from lightning_zero.shards import norm
 from lightning_zero.shards.offload import Machine
 from lightning_zero.tiers.array import ALL, empty
@@ -296,6 +296,57 @@ def input_that_is_edited_after_its_block(device: torch.device) -> tuple[list[flo
     return found[0], found[1]
 
 
+class Codebook(nn.Linear):
+    """Counts its calls, and keeps a mean of what it has seen, past torch's count of edits."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("mask", torch.ones(8, dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.data.add_(1)
+        self.mean.data.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean) * self.mask * self.calls
+
+
+def buffers_edited_through_data(device: torch.device) -> list[tuple[list[float], ...]]:
+    """Returns gradients and buffers after two steps of blocks that edit buffers, and of ones that recompute."""
+    torch.manual_seed(0)
+    start, found = nn.Sequential(Codebook(), Codebook()), []
+    for recomputes in (False, True):
+        model = copy.deepcopy(start).to(device)
+        if recomputes:
+            here = Place(device)
+            store = store_for(ActivationCheckpointing("Codebook"), Ledger(), device, here, LocalComm())
+            Recompute(model, "Codebook", store).install()
+        for step in range(2):
+            model(torch.arange(32.0).view(4, 8).to(device) + step).square().sum().backward()
+        kept = [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+        found.append(tuple(tensor.flatten().tolist() for tensor in kept))
+    return found
+
+
+def bytes_of_unchanged_buffers(device: torch.device) -> list[int]:
+    """Returns what copies of buffers take of the device around a call that changes none, and once it has told so."""
+    from sim import streams
+
+    module, memory = nn.BatchNorm1d(4096, affine=False).to(device), torch.get_device_module(device).memory_stats
+    before, found = memory()["requested_bytes.all.current"], []
+    recompute = Recompute(
+        nn.Sequential(nn.Linear(1, 1)),
+        "Linear",
+        store_for(ActivationCheckpointing("Linear"), Ledger(), device, Place(device), LocalComm()),
+    )
+    first = Buffers(module)
+    for step in (lambda: None, lambda: recompute.free_unchanged(first), streams.synchronize):
+        step()
+        found.append(memory()["requested_bytes.all.current"] - before)
+    recompute.free_unchanged(Buffers(nn.Identity()))
+    return [*found, memory()["requested_bytes.all.current"] - before]
+
+
 # -- collectives
 
 
@@ -394,6 +445,43 @@ def tower() -> Tower:
     return Tower()
 
 
+class Averaging(Tower):
+    """Keeps a running mean of what it has seen, and how often, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(11))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        logits = super().forward(tokens, without)
+        with torch.no_grad():
+            self.mean.lerp_(logits.mean((0, 1)), 0.1)
+            self.seen.add_(1)
+        return logits - self.mean
+
+
+def averaging_tower() -> Averaging:
+    torch.manual_seed(0)
+    return Averaging()
+
+
+class Normed(Tower):
+    """Reads weights itself that rest in two bytes."""
+
+    def forward(self, tokens: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        x = self.enter(tokens)
+        for block in self.blocks:
+            weight = block[0].weight  # type: ignore[index]
+            x = x + block(nn.functional.linear(x, weight / weight.norm(dim=1, keepdim=True)))  # type: ignore[operator]
+        return nn.functional.linear(self.norm(x), self.enter.weight)
+
+
+def normed_tower() -> Normed:
+    torch.manual_seed(0)
+    return Normed()
+
+
 class OfOneKind(torch.optim.Optimizer):
     """Momentum, with kernels for one kind of device."""
 
@@ -424,6 +512,7 @@ def train(
     micro: int = 1,
     steps: int = 3,
     kernel: str = "fused",
+    optimizer: str = "AdamW",
     event: str | None = None,
     path: Path | None = None,
     **options: Any,
@@ -439,7 +528,7 @@ def train(
         made: torch.optim.Optimizer = OfOneKind(model.parameters(), device.type)
     else:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        made = torch.optim.AdamW(trained, lr=1e-2, **({} if kernel == "torch's choice" else {kernel: True}))
+        made = getattr(torch.optim, optimizer)(trained, **_options(device, kernel))
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
     if "units" in options:
@@ -459,6 +548,10 @@ def train(
         elif step == 1 and event == "weights are edited through p.data":
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
+        elif step == 1 and event == "weights are summed by users":
+            with torch.no_grad():
+                for work in [dist.all_reduce(parameter, async_op=True) for parameter in model.parameters()]:
+                    work.wait()
         elif step == 1 and event == "layers are thawed":
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -487,6 +580,10 @@ def train(
                     penalty.backward()
         if scaler.is_enabled():
             engine.averages.unscale_(scaler, made)
+        if step == 1 and event == "gradients are summed by users":
+            works = [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]
+            for work in works:
+                work.wait()
         if step == 1 and event == "gradients are edited":
             for parameter in model.parameters():
                 assert parameter.grad is not None
@@ -495,15 +592,28 @@ def train(
             engine.averages.clip_by_norm_(made, 0.1)
         scaler.step(made)
         scaler.update()
+        if isinstance(rate := made.param_groups[0].get("lr"), torch.Tensor):
+            rate.mul_(0.5)  # as a scheduler does
     engine.catch_up()
     told = dict(waits)
     found = {"losses": [float(loss) for loss in losses], "waits": told, "units": len(engine.loans.cache.units)}
+    found["groups"] = len(engine.groups)
     found["fused"] = made.param_groups[0].get("fused")
     engine.close()
     if event == "a checkpoint is saved":
         assert path is not None
         found["saved"] = StoredCheckpoint(path).load()["state_dict"]
     return found | {"weights": {name: _whole(value).detach().cpu() for name, value in model.named_parameters()}}
+
+
+def _options(device: torch.device, kernel: str) -> dict[str, Any]:
+    """What an optimizer is told: which kernel it takes, or what it finds on the device."""
+    if kernel == "options on the device":
+        numbers = [torch.full((), value, device=device) for value in (1e-2, 0.8, 0.9)]
+        return {"lr": numbers[0], "betas": tuple(numbers[1:]), "fused": True}
+    if kernel == "capturable":
+        return {"lr": 1e-2, "foreach": False, "capturable": device.type != "cpu"}
+    return {"lr": 1e-2} if kernel == "torch's choice" else {"lr": 1e-2, kernel: True}
 
 
 def parallelize(model: nn.Module, device: torch.device, ranks: int, size: int) -> None:

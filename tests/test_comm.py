@@ -154,6 +154,30 @@ def test_real_ranks_compute_every_collective(size: int, function: Any, pool_of: 
         assert_as_expected(found, rank, size)
 
 
+def send_what_is_never_summed(dtype: torch.dtype) -> list[list[list[float]]]:
+    """The values of the last rank, those of all ranks, and what each rank has sent to this one."""
+    comm, ones = on_native(), torch.ones(4)
+    own = (ones * comm.rank).to(dtype)
+    last, rows, told = own.clone(), torch.empty(comm.size, 4, dtype=dtype), torch.empty(comm.size, 4, dtype=dtype)
+    comm.broadcast(last, "values", source=comm.size - 1)
+    comm.broadcast(last[0], "a single one")
+    comm.all_gather(rows, own, "rows").wait()
+    comm.all_gather(told, own, "rows", diverges=False).wait()
+    sent = [(ones * (10 * comm.rank + peer)).to(dtype) for peer in range(comm.size)]
+    received = [torch.empty_like(own) for _ in sent]
+    comm.all_to_all(received, sent, "parts")
+    return [tensor.float().tolist() for tensor in (last.view(1, 4), rows, told, torch.stack(received))]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn], ids=str)
+def test_torchs_collectives_send_also_what_they_cannot_sum(dtype: torch.dtype, two_ranks: RankPool) -> None:
+    """Buffers, and frozen tables, may be of any dtype; NCCL has no 16-bit integers."""
+    for rank, (last, rows, told, received) in enumerate(two_ranks.run(send_what_is_never_summed, dtype)):
+        assert last == [[1.0] * 4]
+        assert rows == told == [[0.0] * 4, [1.0] * 4]
+        assert received == [[float(10 * peer + rank)] * 4 for peer in range(2)]
+
+
 # The error of NCCL 2.28 on a GPU whose peer has been killed, where the next collective starts.
 NCCL_SAYS = """NCCL error in: a.cpp:3780, remote process exited or there was a network error, NCCL version 2.28.9
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.

@@ -117,6 +117,23 @@ def test_torchs_choice_of_the_kernel_is_still_open_after_a_step_on_the_host(
     assert [rank["fused"] for rank in found] == [None, None]
 
 
+@pytest.mark.parametrize("offload", [Offload("cpu"), Offload("cpu", fraction=0.5)], ids=["all", "half"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_on_the_host_takes_options_that_are_tensors_of_the_device(
+    in_backward: bool, offload: Offload, sim_process: RankPool
+) -> None:
+    """A fused kernel would copy them itself, and read them before they have come; others refuse them."""
+    setting = {"kernel": "options on the device", "stage": 2, "step_in_backward": in_backward}
+    assert_same(*train(sim_process, "LATE", 2, **setting, offload=offload))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
+def test_what_a_device_could_capture_is_stepped_on_the_host(optimizer: str, sim_process: RankPool) -> None:
+    """There torch refuses `capturable`."""
+    setting = {"stage": 2, "optimizer": optimizer, "kernel": "capturable", "offload": Offload("cpu")}
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
 PARTED = ActivationCheckpointing("Sequential", partition=True)
 PARTED_AWAY = ActivationCheckpointing("Sequential", partition=True, offload=True)
 PARTED_IN_ONE = ActivationCheckpointing("Sequential", partition=True, offload=True, contiguous=True)
@@ -184,6 +201,24 @@ def test_what_is_added_to_an_average_and_not_reduced_reaches_it_in_any_tier(
     assert_same(*train(sim_process, "LATE", ranks, **setting))
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_collective_of_users_may_still_write_to_a_gradient_when_its_call_is_over(
+    stage: int, tier: str, sim_process: RankPool, tmp_path: Path
+) -> None:
+    setting = {"stage": stage, "event": "gradients are summed by users", "offload": offload_of(tier, stage, tmp_path)}
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_collective_of_users_may_still_write_to_weights_when_its_call_is_over(
+    stage: int, precision: str, sim_process: RankPool
+) -> None:
+    setting = {"stage": stage, "event": "weights are summed by users", "precision": precision}
+    assert_same(*train(sim_process, "LATE", 2, **setting))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_edits_of_dtensors_that_raise_no_version_reach_masters_on_the_host(stage: int, sim_process: RankPool) -> None:
     setting = {"stage": stage, "event": "weights are edited through p.data", "tensor_parallel_size": 2}
@@ -204,6 +239,35 @@ def test_in_a_steady_step_the_host_waits_for_nothing_but_the_verdict_of_a_scaler
             asked = each["waits"].pop("look again in wire/native.py:has_divergence")
             assert 0 < asked <= 2 * each["units"]  # in forward and in backward
         assert each["waits"] == expected
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_a_steady_step_the_host_waits_for_no_buffers_of_rank_0(
+    stage: int, micro: int, sim_process: RankPool
+) -> None:
+    """Neither where ranks have asked each other before they reduce, between two forwards."""
+    setting: dict[str, Any] = {"stage": stage, "micro": micro, "steps": 5}
+    start = sim_jobs.averaging_tower()
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, start, **setting)
+    for mine, theirs in zip(found, sim_jobs.train_on_ranks(CPU, 2, start, **setting), strict=True):
+        assert [wait for wait in mine["waits"] if "has_divergence" not in wait] == []
+        assert mine["losses"] == theirs["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_for_edits_of_weights_that_rest_in_two_bytes_the_host_waits_twice_for_all_of_a_group(
+    stage: int, sim_process: RankPool
+) -> None:
+    """A module reads them itself, and might have edited what it was lent."""
+    setting: dict[str, Any] = {"stage": stage, "precision": "bf16-mixed", "steps": 5}
+    start = sim_jobs.normed_tower()
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.train_on_ranks, 2, start, **setting)
+    for mine, theirs in zip(found, sim_jobs.train_on_ranks(CPU, 2, start, **setting), strict=True):
+        waits = {wait: times for wait, times in mine["waits"].items() if "has_divergence" not in wait}
+        assert {*waits} == {"synchronize in shards/edits.py:_differ"}
+        assert sum(waits.values()) <= 2 * mine["groups"]
+        assert mine["losses"] == theirs["losses"]
 
 
 CHANGES = {"none": {}, "an edit": {"event": "gradients are edited"}, "an average that is added to": {"micro": 2}}
@@ -244,6 +308,22 @@ def test_an_input_may_be_edited_once_the_block_is_over_that_recomputes_from_a_co
 ) -> None:
     ((expected, found),) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.input_that_is_edited_after_its_block)
     assert found == expected
+
+
+@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
+def test_a_block_that_recomputes_edits_buffers_once_also_through_their_data(policy: str, sim_process: RankPool) -> None:
+    ((expected, found),) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.buffers_edited_through_data)
+    assert found == expected
+
+
+def test_copies_of_buffers_that_a_block_has_not_changed_are_freed_once_the_device_has_told_so(
+    sim_process: RankPool,
+) -> None:
+    (found,) = sim_process.run(sim_jobs.on_sim, "LATE", sim_jobs.bytes_of_unchanged_buffers)
+    copied = 2 * 4 * 4096 + 8
+    assert found[0] == copied
+    assert found[1] >= copied  # nobody waits for the device
+    assert found[-1] == 0
 
 
 @pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])

@@ -358,6 +358,30 @@ def test_a_training_forward_begins_with_rank_0s_buffers_unless_told_otherwise(br
     assert zero != zero_first
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_rank_0_has_sent_of_its_buffers_is_freed_before_the_forward(stage: int) -> None:
+    """Else each forward without a step, as for maps of what a network looks at, would keep a copy of all of them."""
+
+    def on_rank(comm: Comm) -> list[bool]:
+        model, sent = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), []
+        broadcast = comm.broadcast
+
+        def note(tensor: torch.Tensor, name: str, source: int = 0) -> None:
+            broadcast(tensor, name, source)
+            if name.startswith("buffers"):
+                sent.append(weakref.ref(tensor.untyped_storage()))
+
+        vars(comm)["broadcast"] = note
+        engine = Engine(model, [sgd(model)[0]], stage=stage, comm=comm)
+        model.register_forward_pre_hook(lambda *_: kept.extend(one() is not None for one in sent))
+        kept: list[bool] = []
+        with engine.forward():
+            model(torch.ones(8, 4))
+        return kept
+
+    assert ThreadWorld(2).run(on_rank) == [[False, False], [False, False]]  # of floats, and of counts
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_an_evaluation_leaves_ranks_the_buffers_that_they_were_given_after_set_up(trains: bool) -> None:
     """As `WeightAveraging` does at the start of `trainer.validate`. Under DDP, a model that trains takes rank 0's."""

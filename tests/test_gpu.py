@@ -201,6 +201,16 @@ def test_nccl_reduces_in_the_dtype_of_the_gradients(nccl: NativeComm, dtype: tor
     assert total.tolist() == [1.5, 1.5, 1.5]
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex64], ids=str
+)
+def test_nccl_sends_what_it_cannot_sum(nccl: NativeComm, dtype: torch.dtype) -> None:
+    values, rows = torch.ones(4, device="cuda").to(dtype), torch.zeros(1, 4, device="cuda").to(dtype)
+    nccl.broadcast(values, "values")
+    nccl.all_gather(rows, values, "rows", diverges=False).wait()
+    assert torch.equal(rows[0].view(torch.uint8), values.view(torch.uint8))
+
+
 def test_nccl_sends_small_host_messages_over_gloo(nccl: NativeComm) -> None:
     assert nccl.all_reduce(torch.tensor([3.0]), "control").tolist() == [3.0]
     assert nccl.all_gather_object({"a": 1}, "object") == [{"a": 1}]
@@ -276,6 +286,18 @@ def test_offload_trains_as_without_it(tiers: str, in_backward: bool, tmp_path: P
     found = tower_on_gpu(Offload(**offload, path=path), stage, **options)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
     assert found["moved"] == pytest.approx(expected["moved"], rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_step_on_the_host_takes_what_is_meant_for_the_device(fraction: float, optimizer: str) -> None:
+    """The learning rate of AdamW is a tensor of the device; NAdam could be captured there."""
+    kernel = "options on the device" if optimizer == "AdamW" else "capturable"
+    setting = {"stage": 2, "optimizer": optimizer, "kernel": kernel, "offload": Offload("cpu", fraction=fraction)}
+    (found,), (expected,) = (
+        sim_jobs.train_on_ranks(device, 1, sim_jobs.tower(), **setting, steps=6) for device in (GPU, CPU)
+    )
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
 
 
 @pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
@@ -496,6 +518,11 @@ def test_recomputation_on_a_gpu_changes_no_bit(policy: str) -> None:
     expected, found = deep_on_gpu(None), deep_on_gpu(ActivationCheckpointing(**ACTIVATIONS[policy]))
     assert (found["losses"], found["drawn"]) == (expected["losses"], expected["drawn"])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found["weights"], expected["weights"], strict=True))
+
+
+def test_recomputation_on_a_gpu_edits_buffers_once_also_through_their_data() -> None:
+    expected, found = sim_jobs.buffers_edited_through_data(GPU)
+    assert found == expected
 
 
 def test_offloaded_checkpoints_leave_the_device_for_page_locked_memory() -> None:

@@ -66,6 +66,14 @@ def test_replicas_of_two_ranks_train_as_four_ranks_of_ddp(stage: int, pool_of: A
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buffers_of_rank_0_are_broadcast_between_reductions(stage: int, micro: int, two_ranks: RankPool) -> None:
+    expected, found = (two_ranks.run(nccl_jobs.train_with_buffers, of, micro) for of in (0, stage))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_may_look_at_a_weight_alone(stage: int, two_ranks: RankPool) -> None:
     expected = two_ranks.once(nccl_jobs.fit_looking_once, DDP)

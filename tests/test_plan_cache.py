@@ -49,6 +49,22 @@ def test_nothing_is_expected_before_a_round_has_come_twice() -> None:
     assert expected_uses(plans) == FORWARD_BACKWARD
 
 
+def test_a_plan_ends_where_ranks_ask_each_other_before_they_reduce() -> None:
+    """They leave it there, and would take part in the rest of it in vain. Where they have asked is known of each."""
+    plans, rounds = PlanCache(plan_of), []
+    for asked in (1, 1, 0):
+        past = Past(begins=(0, True))
+        for at, use in enumerate([0, 1]):
+            if at == asked:
+                past.note_asked()
+            past.note(use)
+        past.note_asked()  # before the next reductions
+        plans.learn(past, GROUPS, PATTERN, agree=True, continues=False)
+        rounds.append((past.digest, past.counts))
+    assert expected_uses(plans) == [0]
+    assert rounds[0] == rounds[1] != rounds[2]
+
+
 def test_a_step_is_expected_after_an_evaluation_and_an_evaluation_after_a_step_where_they_took_turns() -> None:
     plans = PlanCache(plan_of)
     learn(plans, *[FORWARD_BACKWARD, EVALUATION] * 2, FORWARD_BACKWARD)

@@ -33,9 +33,12 @@ class GradientLender(ABC):
         """Returns zeros in place of a gradient that is about to become zeros: that needs no collective of its size."""
 
     @abstractmethod
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
+    def take_gradient(
+        self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool, is_arriving: bool
+    ) -> None:
         """Takes back what a call has edited, as far as that can be told: then `edited_by` is its number, and all ranks
-        must come here. If it `is_visible`, the call has returned a view of it, through which it may be edited later."""
+        must come here. If it `is_visible`, the call has returned a view of it, through which it may be edited later; if
+        it `is_arriving`, a collective that still writes to it, on a stream of its own."""
 
 
 @final
@@ -158,4 +161,10 @@ def _end(loan: Lent, result: Any, *, is_edited: bool) -> None:
     is_edited |= loan.is_edited
     if is_edited or is_visible:
         edited_by = loan.call if is_edited else None
-        gradient.lender.take_gradient(gradient.slot, loan.values, edited_by=edited_by, is_visible=is_visible)
+        gradient.lender.take_gradient(
+            gradient.slot,
+            loan.values,
+            edited_by=edited_by,
+            is_visible=is_visible,
+            is_arriving=loan.is_arriving_in(result),
+        )

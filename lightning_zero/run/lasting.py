@@ -84,7 +84,8 @@ class LastingLoans:
 
     def end_call(self, group: ShardGroup, loan: Lent, result: Any) -> None:
         """Notes whether a call has edited lent values unseen, or has returned a view through which they may be."""
-        if group.is_apart and loan.is_unversioned:
+        is_arriving = loan.is_arriving_in(result)  # then a look at the values would be too early
+        if loan.is_unversioned and (group.is_apart or (group.kind.upcasts and is_arriving)):
             self.watch.note_edit(group)
         elif loan.is_unwatched and loan.is_visible_in(result):
             if group.kind.upcasts:
@@ -105,9 +106,13 @@ class LastingLoans:
             if full is not None:
                 self.watch.note(group, full)
 
-    def keep_edit(self, unit: Unit, *, is_unversioned: bool) -> None:
-        """Keeps an edit that a call has just made in a unit. One that the end of its use will keep is only noted."""
+    def keep_edit(self, unit: Unit, *, is_unversioned: bool, is_arriving: bool) -> None:
+        """Keeps an edit that a call has just made in a unit. One that the end of its use will keep is only noted; one
+        that is arriving is kept at the boundary, as users have waited for it by then."""
         self._has_kept = True
+        if is_arriving:
+            self.hold(unit)
+            return
         if not (unit.is_held or is_unversioned):
             return
         for group in unit.groups:
@@ -151,11 +156,16 @@ class LastingLoans:
 
     # -- gradients
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool) -> None:
+    def take_gradient(
+        self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool, is_arriving: bool
+    ) -> None:
         """See `GradientLender`. One that is lent already is only read here, but for what the call has edited: edits
-        through views of it are kept at the boundary, where all ranks are."""
+        through views of it are kept at the boundary, where all ranks are. So is what is arriving, for which users have
+        waited by then."""
         is_lent = slot in self.gradients
-        if is_edited or not is_lent:
+        if is_arriving:
+            self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)
+        elif is_edited or not is_lent:
             self._keep_gradient(slot, gradient, is_edited=is_edited)
             if is_visible or is_lent:
                 self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)

@@ -138,13 +138,14 @@ class Loans(Lender):
         """Ends the loan of a unit to one call, unless the values are still referred to."""
         if notes:
             self.saved.pop()
+        is_arriving = loan.is_arriving_in(result)
         if unit.is_shared and not recomputes:
             self.lasting.hold(unit)
-            if loan.is_unwatched and loan.is_visible_in(result):
+            if loan.is_unwatched and loan.is_visible_in(result) and not is_arriving:
                 self.lasting.note_views(group for group in unit.groups if not group.kind.upcasts)
         if unit.pins == 1 and loan.is_edited:
             self._wait_for_all(Place.EDIT)
-            self.lasting.keep_edit(unit, is_unversioned=loan.is_unversioned)
+            self.lasting.keep_edit(unit, is_unversioned=loan.is_unversioned, is_arriving=is_arriving)
         self.cache.unpin(unit)
 
     @contextmanager
@@ -224,7 +225,9 @@ class Loans(Lender):
         with no_interception(), torch.no_grad():
             return averaged_of(slot).full(slot, is_lost=gradient_of(slot).has_written_over(slot))
 
-    def take_gradient(self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool) -> None:
+    def take_gradient(
+        self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool, is_arriving: bool
+    ) -> None:
         beside = gradient_of(slot).beside
         if beside.has(slot.index) or self.runner.reductions.are_accumulated:
             if edited_by is not None or is_visible:
@@ -232,7 +235,8 @@ class Loans(Lender):
             return
         if edited_by is not None:
             self.runner.wait_to_edit_gradients(edited_by)
-        self.lasting.take_gradient(slot, gradient, is_edited=edited_by is not None, is_visible=is_visible)
+        is_edited = edited_by is not None and not is_arriving
+        self.lasting.take_gradient(slot, gradient, is_edited=is_edited, is_visible=is_visible, is_arriving=is_arriving)
 
     # -- boundaries
 

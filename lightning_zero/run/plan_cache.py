@@ -24,6 +24,7 @@ class Past:
     counts: int = 0  # a digest of them: a rank that leaves a plan early does not know what the others go by
     ended: dict[int, int] = field(default_factory=dict)  # end of a backward -> `Reductions.pattern` of this rank
     reduced: int = 0  # gradient groups of the micro-batches of this round that are over
+    asked: int | None = None  # use before which ranks first asked each other whether all reduce: a plan ends there
     has_failed: bool = False  # a backward in it, on every rank
 
     def note(self, use: int) -> None:
@@ -33,6 +34,11 @@ class Past:
     def note_complete(self, at: int, count: int) -> None:
         self.complete[at] = count
         self.counts = kind_of([at, count], self.counts)
+
+    def note_asked(self) -> None:
+        if self.asked is None:
+            self.asked = len(self.uses)
+            self.counts = kind_of([self.asked, ASK], self.counts)
 
     @property
     def last_end(self) -> int:
@@ -148,7 +154,8 @@ class PlanCache:
         if agree:
             self._remember(before, done.uses)
         is_micro = NEXT_BACKWARD not in done.uses  # of others, the span knows what is to be known
-        if agree and done.uses and done.begins and is_micro and self._make(done.uses, done.complete, groups):
+        has_any = bool(done.uses[: done.asked])
+        if agree and has_any and done.begins and is_micro and self._make(done.uses, done.complete, groups, done.asked):
             self._beginnings[done.begins] = done.digest
         span = self._span
         if span is not None and agree:
@@ -179,11 +186,12 @@ class PlanCache:
             del self._next[next(iter(self._next))]
         self._before = before.then(kind if uses else None)
 
-    def _make(self, uses: list[int], complete: Mapping[int, int], groups: int) -> bool:
-        """Makes the plan of a round, unless it was made before. Returns whether there is one."""
+    def _make(self, uses: list[int], complete: Mapping[int, int], groups: int, stop: int | None = None) -> bool:
+        """Makes the plan of a round, or of its uses before `stop`, unless it was made before. Returns whether there is
+        one."""
         kind = kind_of(uses)
         if kind not in self._plans and len(uses) <= _LONGEST:
-            plan = self._plan_of(uses, complete)
+            plan = self._plan_of(uses[:stop], complete)
             self._plans[kind] = plan if ends_in_time(plan, END, NEXT_BACKWARD, groups) else None
             for old in list(self._plans)[:-_MOST_PLANS]:
                 del self._plans[old]

@@ -13,6 +13,8 @@ Calls are intercepted around everything that happens to parameters in them, so a
 as a forward does.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +27,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_zero.config import ActivationCheckpointing, classes_from
-from lightning_zero.device import is_host
+from lightning_zero.device import Late, is_host
 from lightning_zero.run.surrounding import Around
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import host_of
@@ -88,6 +90,7 @@ class Recompute:
         self.chosen = _choose(model, modules)
         self._undo = ExitStack()
         self._is_inside = False  # a call of a block that recomputes
+        self._unsure: deque[weakref.ref[Buffers]] = deque()  # of calls, the oldest first; see `free_unchanged`
         device = store.here.device
         # Torch restores the random state of those devices that the arguments of its checkpoint are on.
         with torch.inference_mode(False):
@@ -127,6 +130,15 @@ class Recompute:
         with nullcontext() if ends_early else set_checkpoint_early_stop(False):
             return checkpoint(call, *self._anchors, use_reentrant=False)
 
+    def free_unchanged(self, buffers: "Buffers") -> None:
+        """Frees copies of `buffers` that a call, now over, has not changed; and those of which a device tells late."""
+        buffers.forget_unchanged()
+        self._unsure.append(weakref.ref(buffers))
+        while self._unsure and ((oldest := self._unsure[0]()) is None or oldest.is_told):
+            self._unsure.popleft()
+            if oldest is not None:  # its graph lives, and backward may be a while away
+                oldest.forget_told()
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Inside, which is around a call of a block, blocks do not recompute by themselves."""
@@ -160,7 +172,7 @@ class _Call:
         with self._recompute.inside():
             output = self._function(*args, **kwargs)
         self._recompute.store.join()
-        self._buffers.forget_unchanged()
+        self._recompute.free_unchanged(self._buffers)
         if _versions_in(args, kwargs) != versions:
             raise RuntimeError(
                 f"{self._name!r} edits its input in place, and could not be computed again from it. Write x = x + y "
@@ -212,6 +224,7 @@ class Buffers:
     def __init__(self, module: Module) -> None:
         self._before: list[_Before] = []
         self._values: dict[int, Tensor] = {}  # copies, by the buffer's id: a buffer may be in several modules
+        self._told: dict[int, Late] = {}  # by the module's id, whether edits that are not counted have changed any
         with torch.no_grad():
             for holder in module.modules():  # also those without buffers: the call may register the first one
                 buffers = dict(buffers_in(holder))
@@ -222,14 +235,38 @@ class Buffers:
                 self._before.append(_Before(holder, buffers, versions))
 
     def forget_unchanged(self) -> None:
-        """Frees the copies for modules whose buffers the call, which is over, has not changed."""
-        self._before = [before for before in self._before if before.is_changed(self._values)]
+        """Frees the copies for modules whose buffers the call, which is over, has not changed. Of some it is known once
+        the device has told it, as the host does not wait for that: see `forget_told`."""
+        found, self._before = self._before, []
+        for before in found:
+            edited = before.is_changed or before.is_edited(self._values)
+            if isinstance(edited, Late):
+                self._told[id(before.holder)] = edited
+            if edited:
+                self._before.append(before)
+        self._free()
+
+    @property
+    def is_told(self) -> bool:
+        return all(told.is_here for told in self._told.values())
+
+    def forget_told(self) -> None:
+        """Frees the copies for modules of which the device has told that nothing has changed. Those of which it has not
+        told yet are shown in vain, if nothing has."""
+        here = {holder: told for holder, told in self._told.items() if told.is_here}
+        self._told = {holder: told for holder, told in self._told.items() if holder not in here}
+        unchanged = {holder for holder, told in here.items() if not told.read()}
+        self._before = [before for before in self._before if id(before.holder) not in unchanged]
+        self._free()
+
+    def _free(self) -> None:
         wanted = {id(buffer) for before in self._before for buffer in before.buffers.values()}
         self._values = {key: value for key, value in self._values.items() if key in wanted}
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, the module has copies in place of its buffers, with the values from before the call."""
+        self.forget_told()
         now = [dict(buffers_in(before.holder)) for before in self._before]
         with torch.no_grad():
             copies = {key: value.clone() for key, value in self._values.items()}
@@ -250,23 +287,30 @@ class _Before(NamedTuple):
     buffers: dict[str, Tensor | None]
     versions: dict[str, int]
 
-    def is_changed(self, values: Mapping[int, Tensor]) -> bool:
-        """Whether the module has others now, or not these `values` in them."""
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module has others now, or some with edits that torch has counted."""
         now = buffers_in(self.holder)
         names = list(now.keys())  # a scripted module cannot be iterated over
         if names != list(self.buffers) or any(now[name] is not self.buffers[name] for name in names):
             return True
-        pairs = [(buffer, values[id(buffer)]) for buffer in self.buffers.values() if buffer is not None]
-        is_counted = any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
-        return is_counted or any(_is_edited(buffer, before) for buffer, before in pairs)
+        return any(version_of(self.buffers[name]) != version for name, version in self.versions.items())  # type: ignore[arg-type]
+
+    def is_edited(self, values: Mapping[int, Tensor]) -> bool | Late:
+        """Whether buffers have others than these `values`. Versions do not tell: torch counts no edits through
+        `buffer.data` (of a codebook, say), nor those by its kernels for fake quantization."""
+        pairs = [(local_of(one), local_of(values[id(one)])) for one in self.buffers.values() if one is not None]
+        here = [pair for pair in pairs if is_host(pair[0].device)]
+        away = [pair for pair in pairs if not is_host(pair[0].device)]
+        if not all(torch.equal(*pair) for pair in here) or any(mine.layout is not torch.strided for mine, _ in away):
+            return True
+        with torch.no_grad():
+            edited = [_bits(mine).ne(_bits(theirs)).any() for mine, theirs in away]
+            return Late(torch.stack(edited).any()) if edited else False
 
 
-def _is_edited(buffer: Tensor, before: Tensor) -> bool:
-    """Whether a buffer has other values than `before`. Versions do not tell: torch counts no edits through
-    `buffer.data` (of a codebook, say), nor those by its kernels for fake quantization. Looked for on the host alone: it
-    would wait for a device, in each call of a block."""
-    mine, theirs = local_of(buffer), local_of(before)
-    return is_host(mine.device) and not torch.equal(mine, theirs)
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 @final

@@ -158,6 +158,8 @@ class Rendezvous:
             if self.readiness.marks_reductions:
                 past.begins = past.begins or (REDUCE, False)
                 past.note(REDUCE)
+            else:
+                past.note_asked()
         return True
 
     def end_backward(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_zero.device import HOST, point_at
+from lightning_zero.device import HOST, on_host, point_at
 from lightning_zero.run.course import Waits
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.shards.early import early_of
@@ -142,7 +142,7 @@ class SharedBuffers:
         is_valid, values[first] = values[first][0], values[first][1:]
         if keep or self._is_here:
             self._is_here = False
-            self._taken.append(is_valid)
+            self._taken.append(is_valid.clone())  # a view would keep all buffers until the step
             self._take(values)
         elif not self._rendezvous.serving.is_waiting:
             self._sent.append(_Sent(values, is_valid))
@@ -151,7 +151,7 @@ class SharedBuffers:
         """Takes over what was sent for this forward, if anything was."""
         while self._sent:
             sent = self._sent.pop(0)
-            if sent.is_valid and not self._was_ahead():
+            if self._says(sent.is_valid) and not self._was_ahead():
                 self._take(sent.values)
                 return True
         return False
@@ -159,9 +159,13 @@ class SharedBuffers:
     def _was_ahead(self) -> bool:
         """Whether this rank has taken what rank 0 had before its own forward: it sends that of its forward later."""
         while self._taken:
-            if not self._taken.pop(0):
+            if not self._says(self._taken.pop(0)):
                 return True
         return False
+
+    def _says(self, flag: Tensor) -> bool:
+        """Reads what rank 0 has sent: the host waits for the device, at most as long as for another rank."""
+        return bool(on_host(flag, self._comm.limit))
 
     def _take(self, values: Mapping[torch.dtype, Tensor]) -> None:
         if self._comm.rank:

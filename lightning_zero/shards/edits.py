@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from lightning_zero.device import HOST, is_host, on_host
 from lightning_zero.shards.slot import Slot
 from lightning_zero.torch_private import edits_of
 
@@ -95,7 +96,8 @@ class Edits:
         self.taken_back += 1
         before, now = group.full_param if as_lent is None else as_lent, full.to(group.kind.resting)
         assert before is not None
-        edited = [slot for slot in group.slots if not torch.equal(slot.view(now), slot.view(before))]
+        differ = _differ((slot.view(now), slot.view(before)) for slot in group.slots)
+        edited = [slot for slot, is_edited in zip(group.slots, differ, strict=True) if is_edited]
         if edited:
             self._replace(edited, before)
             if group.full_param is not None:
@@ -121,10 +123,10 @@ class Edits:
     def _differs(self, full: Tensor) -> bool:
         """Whether a full array of the declared dtype has other values than this rank's part of the masters."""
         master = self._group.master
-        return any(
-            not torch.equal(slot.own_part(full).to(master.place.device), master.read(slot.piece.in_shard))
-            for slot in self._group.slots
-        )
+        pairs = ((slot.own_part(full), master.read(slot.piece.in_shard)) for slot in self._group.slots)
+        if is_host(master.place.device):  # one after the other, as copies from a device take room
+            return any(not torch.equal(own.to(HOST), values) for own, values in pairs)
+        return any(_differ(pairs))
 
     # -- into masters and full_param
 
@@ -146,3 +148,12 @@ class Edits:
             return
         for slot in slots:
             slot.replace(slot.view(before))
+
+
+def _differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Returns whether the tensors of each pair differ. For those of a device the host waits once, and not for each."""
+    pairs = list(pairs)
+    if all(is_host(one.device) for one, _ in pairs):
+        return [not torch.equal(one, other) for one, other in pairs]
+    found: list[bool] = on_host(torch.stack([one.ne(other).any() for one, other in pairs])).tolist()
+    return found

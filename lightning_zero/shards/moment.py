@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.device import Late, Limit, is_host, on_host
 from lightning_zero.shards.slot import Slot
 from lightning_zero.torch_private import outside_transforms
 
@@ -40,11 +41,13 @@ class Moment:
     counts: list[dict[Any, Any]]  # entries of each optimizer's state whose keys are no parameters
     default_dtype: torch.dtype  # of the scalars that a step makes; precision 64-true changes it during forward
     autocast: torch.dtype | None  # on the CPU; manual optimization under *-mixed calls `step` inside of it
+    arriving: dict[int, Late]  # options that are tensors of a device, by id, on their way to the host
 
     @classmethod
     def of(cls, optimizer: Optimizer, *, clones: bool = False) -> "Moment":
         """Returns the optimizer as it is now. A moment that outlives the call needs `clones` of what is edited in
-        place: lists of parameters, and options that are tensors, as a learning rate that a scheduler writes into."""
+        place: lists of parameters, and options that are tensors, as a learning rate that a scheduler writes into. Of
+        these it also begins to bring to the host what is on a device: a step that is taken later need not wait."""
 
         groups = [*optimizer.param_groups]
         contents = [{n: _clone(value) for n, value in group.items()} if clones else {**group} for group in groups]
@@ -54,7 +57,9 @@ class Moment:
         tables = [{n: {**value} for n, value in vars(one).items() if _holds_counts(n, value)} for one in optimizers]
         counts = [copy.deepcopy(_counts_of(one)) for one in optimizers]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return cls(groups, contents, states, numbers, tables, counts, torch.get_default_dtype(), autocast)
+        options = (value for content in contents for value in content.values()) if clones else ()
+        away = {id(one): Late(one) for value in options for one in _tensors_of_device(value)}
+        return cls(groups, contents, states, numbers, tables, counts, torch.get_default_dtype(), autocast, away)
 
     @contextmanager
     def back(self, optimizer: Optimizer) -> Iterator[None]:
@@ -117,6 +122,27 @@ class Moment:
                 dict.pop(one.state, key)
             dict.update(one.state, copy.deepcopy(counts))
         torch.set_default_dtype(self.default_dtype)
+
+
+def options_on_host(group: dict[str, Any], then: Moment | None, limit: Limit | None) -> dict[str, Any]:
+    """Returns the options of a parameter group that are, or have, tensors of a device, on the host: those of the moment
+    `then`, which are on their way, and others. The host waits for them at most as long as `limit` says."""
+
+    def bring(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(bring, value))
+        if not isinstance(value, Tensor):
+            return value
+        late = None if then is None else then.arriving.get(id(value))
+        return on_host(value, limit) if late is None else late.read(limit)
+
+    return {name: bring(value) for name, value in group.items() if _tensors_of_device(value)}
+
+
+def _tensors_of_device(option: Any) -> list[Tensor]:
+    """Returns the tensors of a device that an option of an optimizer is, or has: a learning rate, or betas."""
+    values = option if isinstance(option, tuple) else (option,)
+    return [value for value in values if isinstance(value, Tensor) and not is_host(value.device)]
 
 
 def _is_count(value: Any) -> bool:

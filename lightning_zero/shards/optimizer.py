@@ -346,7 +346,7 @@ class PieceStepper:
         counts = StepCounts.of(self.optimizer, window.slots) if steps else None
         for slot in window.swapped:
             window.show_piece(slot, counts=counts)
-        window.take_optimizer(part_of, fuses=steps)
+        window.take_optimizer(part_of, steps=steps)
         state_edits = window.state_edits if steps else 0
         self.is_stepping, is_over = True, False
         try:

@@ -20,7 +20,7 @@ from lightning_zero.device import HOST, is_host, on_host, point_at
 from lightning_zero.shards.counting import StepCounts
 from lightning_zero.shards.gradient import averaged_of, set_grad_dtype
 from lightning_zero.shards.group import ShardGroup
-from lightning_zero.shards.moment import VERDICT, Moment
+from lightning_zero.shards.moment import VERDICT, Moment, options_on_host
 from lightning_zero.shards.probe import is_element_wise
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.shards.sparse import sparse_of
@@ -88,23 +88,36 @@ class Window(ABC):
         """The slots that are not their pieces already."""
         return [s for s in self.slots if not is_its_piece(s) or (s.is_sparse and _has_dense_gradient(s))]
 
-    def take_optimizer(self, part_of: Moment | None, *, fuses: bool) -> None:
+    def take_optimizer(self, part_of: Moment | None, *, steps: bool) -> None:
         """Has the optimizer step what is shown, until `give_back_optimizer`. It lists all of its parameters, or, of
-        those that it had at the moment `part_of`, this window's alone. With `fuses` it may use torch's fused kernels,
-        where the host steps for a device."""
+        those that it had at the moment `part_of`, this window's alone. If it `steps` on the host for a device, it has
+        its options there."""
         self._stand_ins = {s.parameter: s.local.stepped for s in self.slots if s.local.stepped is not s.parameter}
         for parameter, stand_in in self._stand_ins.items():
             _move_state(self._optimizer, parameter, stand_in)
         groups, param_groups = by_group(self.slots), self._optimizer.param_groups
-        fuses &= bool(groups) and all(g.places.steps_on_host and g.kind.declared in FUSABLE for g in groups)
+        steps &= bool(groups) and all(group.places.steps_on_host for group in groups)
+        fuses = steps and all(group.kind.declared in FUSABLE for group in groups)
         lists = [own["params"] for own in param_groups] if part_of is None else part_of.listed(self.slots)
         for group, params in zip(param_groups, lists, strict=True):
             own = {"params": group["params"]}
             group["params"] = [self._stand_ins.get(p, p) for p in params] if self._stand_ins else params
             if fuses and may_fuse(self._optimizer, group):
                 own["fused"], group["fused"] = group["fused"], True
+            if steps and params:
+                own |= self._bring_options(group, part_of)
             self._options.append(own)
         self._bring_verdict()
+
+    def _bring_options(self, group: dict[str, Any], then: Moment | None) -> dict[str, Any]:
+        """Shows the host's kernels a parameter group as they take it: without `capturable`, which they refuse, and with
+        tensors of the host; a fused one would read those of a device before they have come. Returns the user's own."""
+        shown = options_on_host(group, then, self.slots[0].group.master.place.limit)
+        if group.get("capturable"):
+            shown["capturable"] = False
+        own = {name: group[name] for name in shown}
+        group.update(shown)
+        return own
 
     def _bring_verdict(self) -> None:
         """Shows host kernels on the host what a `GradScaler` has told the optimizer. A fused kernel would itself copy

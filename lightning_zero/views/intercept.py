@@ -128,6 +128,11 @@ class Lent:
             for item in tree_iter(result)
         )
 
+    @staticmethod
+    def is_arriving_in(result: Any) -> bool:
+        """Whether `result` is a collective that may still write to the values."""
+        return any(isinstance(item, dist.Work) for item in tree_iter(result))
+
     def _shares_memory_with(self, item: Tensor) -> bool:
         if item is self.tensor:
             return False

@@ -27,9 +27,23 @@ _OPERATIONS = {torch.add: dist.ReduceOp.SUM, torch.maximum: dist.ReduceOp.MAX, t
 SMALL = 2**16  # bytes, up to which host tensors are not worth the way by the device
 
 
+# Dtypes that NCCL has, and gloo. Others are never summed: buffers, frozen tables, quantised values.
+_KNOWN = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
 def real(tensor: Tensor) -> Tensor:
-    """Returns a tensor as NCCL takes it, which has no complex numbers: as pairs of real ones, in the same memory."""
+    """Returns a tensor as NCCL sums it, which has no complex numbers: as pairs of real ones, in the same memory."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor as NCCL sends it, in the same memory: see `real`; of a dtype that it has not, as
+    bytes."""
+    plain = real(tensor)
+    return plain if plain.dtype in _KNOWN else plain.view(-1).view(torch.uint8)
 
 
 @final
@@ -100,7 +114,7 @@ class NativeComm(Comm):
         return NativeComm(group, control, self._device)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
-        full, shard = real(full), real(shard)
+        full, shard = sendable(full), sendable(shard)
         if diverges is None:
             with self._starting(key):
                 work = _all_gather_single(full.view(-1), shard.view(-1), group=self._held.thing, async_op=True)
@@ -145,7 +159,7 @@ class NativeComm(Comm):
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], key: str) -> None:
         pairs = [(dist.irecv, received), (dist.isend, sent)]
         messages = [
-            dist.P2POp(kind, real(tensor), group=self._held.thing, group_peer=peer)
+            dist.P2POp(kind, sendable(tensor), group=self._held.thing, group_peer=peer)
             for kind, tensors in pairs
             for peer, tensor in enumerate(tensors)
             if peer != self.rank and tensor.numel()
@@ -159,7 +173,7 @@ class NativeComm(Comm):
             self._broadcast_by_device(tensor, source, key)
             return
         with self._starting(key):
-            work = dist.broadcast(real(tensor), group=self._held.thing, group_src=source, async_op=True)
+            work = dist.broadcast(sendable(tensor), group=self._held.thing, group_src=source, async_op=True)
         self._wait([work], key)
 
     def _broadcast_by_device(self, tensor: Tensor, source: int, key: str) -> None:

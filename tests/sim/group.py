@@ -24,6 +24,12 @@ from .streams import BLOCKED, CHANGED, LOCK, Event, Hang, Host, State, Stream, b
 T = TypeVar("T")
 
 
+DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
 class LaunchOrderError(RuntimeError):
     """Two ranks have launched different collectives at the same place."""
 
@@ -51,8 +57,8 @@ class Communicator:
     def launch(self, rank: int, name: str, compute: Any, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Event:
         """Launches a collective on a rank; `compute(sent, received)` does it for all ranks, given their tensors."""
         with LOCK:
-            if any(tensor.is_complex() for tensor in (*sent, *received)):
-                raise RuntimeError("NCCL has no complex numbers.")
+            if unknown := {tensor.dtype for tensor in (*sent, *received)} - DTYPES:
+                raise TypeError(f"NCCL has no {unknown}.")
             place, told = len(self.launched[rank]), f"{name} of {[tuple(tensor.shape) for tensor in sent or received]}"
             self.launched[rank].append(told)
             for other, order in self.launched.items():
