@@ -524,6 +524,31 @@ def test_an_answer_that_comes_after_the_end_of_its_wait_does_not_end_the_thread(
     assert {len(slots) for slots in pair.desk.free.values()} == {2}  # nothing of the tensor has left
 
 
+def test_a_tensor_is_the_users_again_as_soon_as_one_of_its_waits_has_timed_out() -> None:
+    """Before the link is closed, which the thread that fills it may hear of later; and although it waits for others."""
+    given_up: list[tuple[int, bool]] = []
+    landing = Landing(torch.zeros(4), [1, 2], lambda peer: given_up.append((peer, landing.has_failed)))
+    with pytest.raises(RuntimeError, match="timed out"):
+        landing.messages[2].wait(datetime.timedelta(0))
+    assert given_up == [(2, True)]
+
+
+def test_a_wait_may_have_the_longest_time_limit_there_is() -> None:
+    message = Landing(torch.zeros(4), [1], lambda _: None).messages[1]
+    threading.Timer(0.02, message.complete).start()
+    message.wait(datetime.timedelta.max)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_may_fill_the_memory_of_whichever_of_its_terms_is_this_ranks(dtype: torch.dtype) -> None:
+    terms = [torch.tensor([1, 2]).mul(10**number).to(dtype) for number in (0, 1, 0, 1)]
+    for own in range(4):
+        into = terms[own].clone()
+        landing = Landing(into, [into if number == own else number for number in range(4)], lambda _: None, 2)
+        landing.fill({number: terms[number].data_ptr() for number in landing.messages}, into.nbytes)
+        assert into.tolist() == [11, 22], own
+
+
 def test_what_arrives_after_the_end_of_a_wait_touches_no_tensor(pair: Pair) -> None:
     """The wait ends in the middle of a tensor."""
     into, part = torch.zeros(SLOT), torch.ones(SLOT // 4)
