@@ -71,6 +71,7 @@ def test_a_link_shows_the_latest_checkpoint_when_that_is_the_one_saved_before_at
         keeper.saver.wait()
         return made
 
+    (tmp_path / "elsewhere").mkdir()
     assert on_ranks(do, in_background=in_background) == [[False, False, False, False, True]] * 2
     assert shown_by(tmp_path / "last") == "b"
     assert jobs.version_at(tmp_path / "b") == 3
@@ -93,6 +94,18 @@ def test_no_link_shows_what_was_removed(in_background: bool, tmp_path: Path) -> 
         return [shown, made, os.path.lexists(link)]
 
     assert on_ranks(do, in_background=in_background) == [["b", False, False]] * 2
+
+
+def test_a_link_to_another_checkpoint_than_the_one_removed_is_left_alone(tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+        save(keeper, comm, tmp_path / "b", 4)
+        save(keeper, comm, tmp_path / "c", 5)
+        keeper.remove(str(tmp_path / "b"))
+
+    on_ranks(do)
+    assert shown_by(tmp_path / "last") == "a"
 
 
 def test_a_link_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
@@ -185,6 +198,26 @@ def test_ranks_that_find_different_checkpoints_go_on_from_none(kind: str, tmp_pa
     for told in on_ranks(do):
         assert told is not None
         assert f"rank 0 from {tmp_path}/0, rank 1 from {tmp_path}/1, which is not the same" in told
+
+
+def test_ranks_may_find_one_checkpoint_at_different_paths(tmp_path: Path) -> None:
+    assert jobs.save_on_threads(tmp_path / "0", 1) == [None, None]
+    (tmp_path / "1").symlink_to("0")
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> bool:
+        return keeper.open(str(tmp_path / str(comm.rank)), lazy=(), objects=False) is not None
+
+    assert on_ranks(do) == [True, True]
+
+
+def test_a_single_file_that_is_opened_after_a_folder_is_not_taken_for_the_folder(tmp_path: Path) -> None:
+    assert jobs.save_on_threads(tmp_path / "a", 1) == [None, None]
+    torch.save({"state_dict": {}, "global_step": 2}, tmp_path / "b")
+
+    def do(keeper: CheckpointKeeper, _: Comm) -> list[bool]:
+        return [keeper.open(str(tmp_path / name), lazy=(), objects=False) is not None for name in "ab"]
+
+    assert on_ranks(do) == [[True, False]] * 2
 
 
 def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
