@@ -20,6 +20,7 @@ from torch import Tensor
 import crash_jobs as jobs
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, Saver
 from lightning_zero.checkpoint.draft import Draft, LocalDraft
+from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
@@ -218,6 +219,24 @@ def test_a_single_file_that_is_opened_after_a_folder_is_not_taken_for_the_folder
         return [keeper.open(str(tmp_path / name), lazy=(), objects=False) is not None for name in "ab"]
 
     assert on_ranks(do) == [[True, False]] * 2
+
+
+def test_of_what_no_rank_has_read_each_verifies_a_share(tmp_path: Path) -> None:
+    def verify(keeper: CheckpointKeeper, _: Comm) -> str | None:
+        keeper.open(str(tmp_path / "a"), lazy=["state"], objects=False)
+        told = jobs.error_of(keeper.verify_rest)
+        keeper.close_resumed()
+        return told
+
+    tree = {"state": {name: torch.ones(3) for name in "abcd"}}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "a"), {})
+    (shard,) = (tmp_path / "a").glob("*.safetensors")
+    content = shard.read_bytes()
+    for entry in StoredCheckpoint(tmp_path / "a").manifest.tensors.values():
+        damaged = bytearray(content)
+        damaged[entry.pieces[0].offset] ^= 1
+        shard.write_bytes(damaged)
+        assert on_ranks(verify).count(None) == 1
 
 
 def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
