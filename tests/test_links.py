@@ -651,6 +651,21 @@ def test_what_came_before_a_peer_went_is_received_and_what_did_not_is_not_waited
         pair.exchange.receive(1, torch.zeros(4), 9).wait(datetime.timedelta(seconds=SHORT))
 
 
+def test_a_tag_is_used_again_whoever_came_first_before(pair: Pair) -> None:
+    key, datagram = (1, 7), _HEADER.pack(_PAYLOAD, 7, 0, 16) + bytes(16)
+    for arrives_first in (True, False, False, True):
+        if arrives_first:
+            pair.peer.send(datagram)
+            while not pair.exchange._arrived.get(key):
+                time.sleep(0.001)
+        received = pair.exchange.receive(1, torch.ones(4), 7)
+        if not arrives_first:
+            pair.peer.send(datagram)
+        received.wait(datetime.timedelta(seconds=SHORT))
+    assert key not in pair.exchange._arrived
+    assert key not in pair.exchange._awaited
+
+
 def test_the_thread_rests_again_when_what_waited_for_room_has_left(pair: Pair) -> None:
     flushed: list[int] = []
     flush, sent = Outbox.flush, 0
