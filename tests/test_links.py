@@ -651,6 +651,19 @@ def test_what_came_before_a_peer_went_is_received_and_what_did_not_is_not_waited
         pair.exchange.receive(1, torch.zeros(4), 9).wait(datetime.timedelta(seconds=SHORT))
 
 
+def test_what_has_come_when_a_wait_ends_and_is_not_taken_yet_touches_no_tensor(pair: Pair) -> None:
+    pair.exchange.quit()
+    pair.thread.join(60.0)
+    into = torch.zeros(4)
+    received = pair.exchange.receive(1, into, 7)
+    pair.peer.send(_HEADER.pack(_PAYLOAD, 7, 0, 16) + struct.pack("=4f", *[1.0] * 4))
+    assert pair.exchange._read_datagram(1)
+    with pytest.raises(RuntimeError, match="timed out"):
+        received.wait(datetime.timedelta(0))
+    pair.exchange._land(pair.exchange._land_arrival, *pair.exchange._matched.popleft())
+    assert not into.any()
+
+
 def test_a_tag_is_used_again_whoever_came_first_before(pair: Pair) -> None:
     key, datagram = (1, 7), _HEADER.pack(_PAYLOAD, 7, 0, 16) + bytes(16)
     for arrives_first in (True, False, False, True):

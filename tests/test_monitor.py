@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -16,7 +17,7 @@ import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
 from lightning_zero import Offload, ZeroEMA, ZeroMonitor
 from lightning_zero.pl.advice import options_beside_ddp
-from lightning_zero.pl.monitor import bytes_at_rest
+from lightning_zero.pl.monitor import _formula, bytes_at_rest, watch_trainers
 from lightning_zero.pl.table import WIDTH, MemoryReport, _uncast_lines, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
@@ -429,3 +430,29 @@ def test_lightnings_average_counts_where_there_is_no_zero_strategy() -> None:
     under = bytes_under_ddp(module, run.optimizers, averages=1)
     whole, _, _ = options_beside_ddp(under, 2, 7)
     assert whole.nbytes == (sum(under.values()) - under["bucket"]) // 2
+
+
+def test_a_trainer_that_is_watched_has_one_monitor_which_may_be_the_users_own() -> None:
+    def monitors_of(run: Any) -> list[ZeroMonitor]:
+        return [callback for callback in run.callbacks if isinstance(callback, ZeroMonitor)]
+
+    mine = ZeroMonitor()
+    unwatch = watch_trainers(print)
+    try:
+        with_mine, without = trainer("auto", 1, callbacks=[mine]), trainer("auto", 1)
+    finally:
+        unwatch()
+    assert monitors_of(with_mine) == [mine]
+    (ours,) = monitors_of(without)
+    assert mine.listeners == ours.listeners == [print]
+    assert monitors_of(trainer("auto", 1)) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_a_step_sends_is_told_by_a_formula_under_ddp_alone(ranks: int) -> None:
+    module = nn.Linear(7, 1)
+    bytes_of_gradients = 4 * 8
+    under_ddp: Any = SimpleNamespace(world_size=ranks, strategy=DDPStrategy())
+    other: Any = SimpleNamespace(world_size=ranks, strategy=SimpleNamespace())
+    assert _formula(under_ddp, module) == 2 * (ranks - 1) * bytes_of_gradients // ranks  # type: ignore[arg-type]
+    assert _formula(other, module) == (0 if ranks == 1 else None)  # type: ignore[arg-type]
