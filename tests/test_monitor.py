@@ -16,8 +16,9 @@ from torch.optim.swa_utils import get_ema_avg_fn
 import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
 from lightning_zero import Offload, ZeroEMA, ZeroMonitor
-from lightning_zero.pl.advice import options_beside_ddp
-from lightning_zero.pl.monitor import _formula, bytes_at_rest, watch_trainers
+from lightning_zero.pl import monitor
+from lightning_zero.pl.advice import BESIDE, asked_bytes, options_beside_ddp
+from lightning_zero.pl.monitor import MemoryAdvice, _formula, bytes_at_rest, watch_trainers
 from lightning_zero.pl.table import WIDTH, MemoryReport, _uncast_lines, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
@@ -456,3 +457,32 @@ def test_what_a_step_sends_is_told_by_a_formula_under_ddp_alone(ranks: int) -> N
     other: Any = SimpleNamespace(world_size=ranks, strategy=SimpleNamespace())
     assert _formula(under_ddp, module) == 2 * (ranks - 1) * bytes_of_gradients // ranks  # type: ignore[arg-type]
     assert _formula(other, module) == (0 if ranks == 1 else None)  # type: ignore[arg-type]
+
+
+def test_what_has_grown_in_fit_is_told_without_a_zero_strategy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bytes beside those in categories, which were there in part before."""
+    beside, told = iter([100, 130]), list[Any]()
+    for name, value in {
+        "_beside_ddp": lambda *_: next(beside),
+        "bytes_under_ddp": lambda *_, **__: {},
+        "bytes_at_rest": lambda *_: {},
+        "command_for": lambda *_: "",
+        "options_beside_ddp": lambda under, ranks, missing: told.append(missing),
+        "advice_for": lambda error, where, held, *_: told.append(held) or "",
+    }.items():
+        monkeypatch.setattr(monitor, name, value)
+    run: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        optimizers=[],
+        world_size=2,
+        callbacks=[],
+        global_rank=0,
+        global_step=3,
+    )
+    module, error = Classifier(), MemoryError()
+    advice = MemoryAdvice()
+    advice.on_fit_start(run, module)
+    assert advice._advice(run, module, error) == ""
+    missing, held = told
+    assert held.grown == {BESIDE: 30}
+    assert missing == 30 + asked_bytes(error)
