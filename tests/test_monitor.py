@@ -486,3 +486,65 @@ def test_what_has_grown_in_fit_is_told_without_a_zero_strategy_too(monkeypatch: 
     missing, held = told
     assert held.grown == {BESIDE: 30}
     assert missing == 30 + asked_bytes(error)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Trainer after three steps, of which only what a monitor asks is there."""
+    monkeypatch.setattr(monitor, "bytes_at_rest", lambda *_: {"parameter": 7})
+    return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number + 1),
+        accumulate_grad_batches=1,
+        world_size=2,
+        global_step=3,
+        callback_metrics={"loss": torch.tensor(2.0), "each": torch.ones(3), "zero/loss_scale": torch.tensor(8.0)},
+        precision_plugin=None,
+        is_global_zero=True,
+    )
+
+
+def test_metrics_that_are_told_are_numbers_and_the_users_own(stub: Any) -> None:
+    assert ZeroMonitor().costs(stub, nn.Linear(1, 1))["metrics"] == {"loss": 2.0}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_all_ranks_compare_their_peaks_and_one_tells_the_largest(is_first: bool, stub: Any) -> None:
+    asked, told = list[str](), list[dict[str, Any]]()
+    stub.strategy.reduce = lambda number, reduce_op: asked.append(reduce_op) or torch.tensor(11)
+    stub.is_global_zero = is_first
+    mine = ZeroMonitor()
+    mine.listeners.append(lambda **costs: told.append(costs))
+    mine.on_train_end(stub, nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert asked == ["max"]
+    assert [costs["peak_resident_bytes"] for costs in told] == [11] * is_first
+
+
+def test_a_batch_is_told_what_was_sent_since_it_began(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what validation has sent before, say."""
+    reports = iter([(100, 1.0), (130, 1.5), (1000, 2.0), (1040, 2.25)])
+    monkeypatch.setattr(monitor, "_communicated", lambda _: next(reports))
+    monkeypatch.setattr(monitor, "accumulates", lambda _: False)
+    mine = ZeroMonitor(log=False)
+    for _ in range(2):
+        mine.on_train_batch_start(stub)
+        mine.on_train_batch_end(stub, nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert (mine._sent, mine._waited) == (70, 0.75)
+
+
+def test_a_logger_that_takes_no_metrics_is_told_of_once_and_left_alone(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, asked = list[str](), list[int]()
+
+    def refuse(metrics: Any, step: int) -> None:
+        asked.append(step)
+        raise NotImplementedError
+
+    monkeypatch.setattr(monitor, "rank_zero_warn", told.append)
+    monkeypatch.setattr(monitor, "logged_step", lambda _: 5)
+    stub.loggers = [SimpleNamespace(log_metrics=refuse)]
+    mine = ZeroMonitor()
+    for _ in range(2):
+        mine._log(stub, {"zero/peak_bytes": 1.0})
+    assert asked == [5]
+    assert told == ["SimpleNamespace takes no metrics: ZeroMonitor writes none to it."]
