@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,21 @@ def test_what_is_not_read_by_range_is_in_memory_in_whatever_container(keys: str,
         held = next(iter(values.values() if isinstance(values, dict) else values))
         assert type(held) is Tensor
         assert torch.equal(held, torch.ones(3))
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_pickled_objects_are_read_where_the_user_asks_for_them_and_otherwise_told_of(
+    objects: bool, tmp_path: Path
+) -> None:
+    tree = {"mine": Fraction(1, 3), "epoch": 2}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "a"), {})
+
+    def do(keeper: CheckpointKeeper, _: Comm) -> dict[str, Any] | None:
+        return keeper.open(str(tmp_path / "a"), lazy=(), objects=objects)
+
+    assert on_ranks(do) == [tree if objects else {"epoch": 2}] * 2
+    assert len(warnings) == (0 if objects else 2)
+    assert all("fractions.Fraction" in told for told in warnings)
 
 
 def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:
