@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 import crash_jobs as jobs
 from lightning_zero.checkpoint import CheckpointError, CheckpointKeeper, Folder, Saver
 from lightning_zero.checkpoint.draft import Draft, LocalDraft
+from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.shard import ShardReader
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
@@ -71,6 +73,7 @@ def test_a_link_shows_the_latest_checkpoint_when_that_is_the_one_saved_before_at
         keeper.saver.wait()
         return made
 
+    (tmp_path / "elsewhere").mkdir()
     assert on_ranks(do, in_background=in_background) == [[False, False, False, False, True]] * 2
     assert shown_by(tmp_path / "last") == "b"
     assert jobs.version_at(tmp_path / "b") == 3
@@ -93,6 +96,18 @@ def test_no_link_shows_what_was_removed(in_background: bool, tmp_path: Path) -> 
         return [shown, made, os.path.lexists(link)]
 
     assert on_ranks(do, in_background=in_background) == [["b", False, False]] * 2
+
+
+def test_a_link_to_another_checkpoint_than_the_one_removed_is_left_alone(tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.link_latest(str(tmp_path / "last"), str(tmp_path / "a"), 3)
+        save(keeper, comm, tmp_path / "b", 4)
+        save(keeper, comm, tmp_path / "c", 5)
+        keeper.remove(str(tmp_path / "b"))
+
+    on_ranks(do)
+    assert shown_by(tmp_path / "last") == "a"
 
 
 def test_a_link_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
@@ -187,6 +202,44 @@ def test_ranks_that_find_different_checkpoints_go_on_from_none(kind: str, tmp_pa
         assert f"rank 0 from {tmp_path}/0, rank 1 from {tmp_path}/1, which is not the same" in told
 
 
+def test_ranks_may_find_one_checkpoint_at_different_paths(tmp_path: Path) -> None:
+    assert jobs.save_on_threads(tmp_path / "0", 1) == [None, None]
+    (tmp_path / "1").symlink_to("0")
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> bool:
+        return keeper.open(str(tmp_path / str(comm.rank)), lazy=(), objects=False) is not None
+
+    assert on_ranks(do) == [True, True]
+
+
+def test_a_single_file_that_is_opened_after_a_folder_is_not_taken_for_the_folder(tmp_path: Path) -> None:
+    assert jobs.save_on_threads(tmp_path / "a", 1) == [None, None]
+    torch.save({"state_dict": {}, "global_step": 2}, tmp_path / "b")
+
+    def do(keeper: CheckpointKeeper, _: Comm) -> list[bool]:
+        return [keeper.open(str(tmp_path / name), lazy=(), objects=False) is not None for name in "ab"]
+
+    assert on_ranks(do) == [[True, False]] * 2
+
+
+def test_of_what_no_rank_has_read_each_verifies_a_share(tmp_path: Path) -> None:
+    def verify(keeper: CheckpointKeeper, _: Comm) -> str | None:
+        keeper.open(str(tmp_path / "a"), lazy=["state"], objects=False)
+        told = jobs.error_of(keeper.verify_rest)
+        keeper.close_resumed()
+        return told
+
+    tree = {"state": {name: torch.ones(3) for name in "abcd"}}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "a"), {})
+    (shard,) = (tmp_path / "a").glob("*.safetensors")
+    content = shard.read_bytes()
+    for entry in StoredCheckpoint(tmp_path / "a").manifest.tensors.values():
+        damaged = bytearray(content)
+        damaged[entry.pieces[0].offset] ^= 1
+        shard.write_bytes(damaged)
+        assert on_ranks(verify).count(None) == 1
+
+
 def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
     assert jobs.save_on_threads(tmp_path / "a", 1) == [None, None]
 
@@ -236,6 +289,21 @@ def test_what_is_not_read_by_range_is_in_memory_in_whatever_container(keys: str,
         held = next(iter(values.values() if isinstance(values, dict) else values))
         assert type(held) is Tensor
         assert torch.equal(held, torch.ones(3))
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_pickled_objects_are_read_where_the_user_asks_for_them_and_otherwise_told_of(
+    objects: bool, tmp_path: Path
+) -> None:
+    tree = {"mine": Fraction(1, 3), "epoch": 2}
+    Saver(LocalComm().board, warn=lambda _: None).save(tree, str(tmp_path / "a"), {})
+
+    def do(keeper: CheckpointKeeper, _: Comm) -> dict[str, Any] | None:
+        return keeper.open(str(tmp_path / "a"), lazy=(), objects=objects)
+
+    assert on_ranks(do) == [tree if objects else {"epoch": 2}] * 2
+    assert len(warnings) == (0 if objects else 2)
+    assert all("fractions.Fraction" in told for told in warnings)
 
 
 def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import datetime
+import errno
 import fcntl
 import gc
 import mmap
@@ -33,14 +34,25 @@ import jobs
 from compare import differing
 from lightning_zero.wire import desk, links
 from lightning_zero.wire.desk import Desk, Room, Rooms, open_desk
-from lightning_zero.wire.exchange import _FREE, _HEADER, _OFFER, _PART, _ROOM, _WANTED, INLINE, Exchange
+from lightning_zero.wire.exchange import (
+    _FREE,
+    _HEADER,
+    _OFFER,
+    _PART,
+    _PAYLOAD,
+    _READ,
+    _ROOM,
+    _WANTED,
+    INLINE,
+    Exchange,
+)
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.landing import Arrival, Landing
 from lightning_zero.wire.links import ONLY_TCP, Links
 from lightning_zero.wire.local import LocalComm
 from lightning_zero.wire.outbox import Outbox
 from lightning_zero.wire.worlds import own_group
-from ranks import AT_ONCE, HANGS, PATIENCE, RankPool, run_alone
+from ranks import AT_ONCE, HANGS, PATIENCE, SHORT, RankPool, run_alone
 
 SOON = datetime.timedelta(seconds=PATIENCE)
 SIZES = [0, 1, 8, INLINE - 1, INLINE, INLINE + 1, 2**21 + 3, 2**23 + 5]  # bytes; the last is more than a desk holds
@@ -524,6 +536,31 @@ def test_an_answer_that_comes_after_the_end_of_its_wait_does_not_end_the_thread(
     assert {len(slots) for slots in pair.desk.free.values()} == {2}  # nothing of the tensor has left
 
 
+def test_a_tensor_is_the_users_again_as_soon_as_one_of_its_waits_has_timed_out() -> None:
+    """Before the link is closed, which the thread that fills it may hear of later; and although it waits for others."""
+    given_up: list[tuple[int, bool]] = []
+    landing = Landing(torch.zeros(4), [1, 2], lambda peer: given_up.append((peer, landing.has_failed)))
+    with pytest.raises(RuntimeError, match="timed out"):
+        landing.messages[2].wait(datetime.timedelta(0))
+    assert given_up == [(2, True)]
+
+
+def test_a_wait_may_have_the_longest_time_limit_there_is() -> None:
+    message = Landing(torch.zeros(4), [1], lambda _: None).messages[1]
+    threading.Timer(0.02, message.complete).start()
+    message.wait(datetime.timedelta.max)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_may_fill_the_memory_of_whichever_of_its_terms_is_this_ranks(dtype: torch.dtype) -> None:
+    terms = [torch.tensor([1, 2]).mul(10**number).to(dtype) for number in (0, 1, 0, 1)]
+    for own in range(4):
+        into = terms[own].clone()
+        landing = Landing(into, [into if number == own else number for number in range(4)], lambda _: None, 2)
+        landing.fill({number: terms[number].data_ptr() for number in landing.messages}, into.nbytes)
+        assert into.tolist() == [11, 22], own
+
+
 def test_what_arrives_after_the_end_of_a_wait_touches_no_tensor(pair: Pair) -> None:
     """The wait ends in the middle of a tensor."""
     into, part = torch.zeros(SLOT), torch.ones(SLOT // 4)
@@ -544,6 +581,123 @@ def test_what_arrives_after_the_end_of_a_wait_touches_no_tensor(pair: Pair) -> N
     time.sleep(0.05)
     assert not into.any()
     assert pair.thread.is_alive()
+
+
+@pytest.mark.parametrize("nbytes", [16, 4 * INLINE])
+def test_a_smaller_tensor_than_expected_is_not_read_beyond_its_end(nbytes: int, pair: Pair) -> None:
+    into = torch.zeros(2 * nbytes // 4)
+    received = pair.exchange.receive(1, into, 7)
+    if nbytes <= INLINE:
+        pair.peer.send(_HEADER.pack(_PAYLOAD, 7, 0, nbytes) + bytes(nbytes))
+    else:
+        pair.tell(_OFFER, 7, 0, nbytes)
+    with pytest.raises(RuntimeError, match=f"rank 1 sent {nbytes} bytes where {2 * nbytes} were expected"):
+        received.wait(datetime.timedelta(seconds=SHORT))
+
+
+def test_a_sum_waits_no_more_for_offers_once_it_has_all() -> None:
+    """It would be held until the end of the link, and end with it once more."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    own = {peer: theirs for peer, (theirs, _) in enumerate(pairs, 1)}
+    desk_of_both = Desk([1, 2], SLOT, MARK)
+    exchange = Exchange(own, desk_of_both, {})
+    exchange.sum(torch.zeros(INLINE), [1, 2], 7)
+    for peer, (_, end) in enumerate(pairs, 1):
+        end.send(_HEADER.pack(_OFFER, 7, 0, 4 * INLINE))
+        exchange._read_datagram(peer)
+        exchange._land(exchange._land_arrival, *exchange._matched.popleft())
+        assert len(exchange._offers) == (peer == 1)
+    for _, end in pairs:
+        assert _HEADER.unpack(end.recv(INLINE))[:2] == (_WANTED, 7)
+        end.close()
+    desk_of_both.close_file()
+
+
+def test_every_wait_ends_with_the_link_however_far_its_tensor_has_come(pair: Pair) -> None:
+    waits = [pair.exchange.send(1, torch.zeros(SLOT), tag) for tag in (7, 8)]
+    waits += [pair.exchange.receive(1, torch.zeros(INLINE), tag) for tag in (9, 10)]
+    pair.tell(_WANTED, 8)
+    pair.tell(_OFFER, 10, 0, 4 * INLINE)
+    heard = [pair.hear() for _ in range(5)]
+    assert [told[0] for told in heard if told is not None] == [_OFFER, _OFFER, _PART, _PART, _WANTED]
+    pair.peer.close()
+    for message in waits:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            message.wait(datetime.timedelta(seconds=SHORT))
+
+
+@pytest.mark.parametrize("kind", [_PART, _WANTED, _READ])
+def test_an_answer_about_a_tensor_that_nobody_waits_for_any_more_is_let_pass(kind: bytes, pair: Pair) -> None:
+    pair.exchange.quit()
+    pair.thread.join(60.0)
+    pair.tell(kind, 7, pair.slot, 16)
+    assert pair.exchange._read_datagram(1)
+
+
+def test_what_came_before_a_peer_went_is_received_and_what_did_not_is_not_waited_for(pair: Pair) -> None:
+    """It goes with something of ours unread, which the system tells before it gives what has come."""
+    pair.exchange.send(1, torch.zeros(4), 9)
+    with pair.exchange._lock:  # the thread comes no further than the first
+        for tag in (7, 8):
+            pair.peer.send(_HEADER.pack(_PAYLOAD, tag, 0, 16) + struct.pack("=4f", *[tag] * 4))
+        pair.peer.close()
+    while not pair.exchange._closed:
+        time.sleep(0.001)
+    for tag in (7, 8):
+        into = torch.zeros(4)
+        pair.exchange.receive(1, into, tag).wait(SOON)
+        assert into.tolist() == [tag] * 4
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        pair.exchange.receive(1, torch.zeros(4), 9).wait(datetime.timedelta(seconds=SHORT))
+
+
+def test_what_has_come_when_a_wait_ends_and_is_not_taken_yet_touches_no_tensor(pair: Pair) -> None:
+    pair.exchange.quit()
+    pair.thread.join(60.0)
+    into = torch.zeros(4)
+    received = pair.exchange.receive(1, into, 7)
+    pair.peer.send(_HEADER.pack(_PAYLOAD, 7, 0, 16) + struct.pack("=4f", *[1.0] * 4))
+    assert pair.exchange._read_datagram(1)
+    with pytest.raises(RuntimeError, match="timed out"):
+        received.wait(datetime.timedelta(0))
+    pair.exchange._land(pair.exchange._land_arrival, *pair.exchange._matched.popleft())
+    assert not into.any()
+
+
+def test_a_tag_is_used_again_whoever_came_first_before(pair: Pair) -> None:
+    key, datagram = (1, 7), _HEADER.pack(_PAYLOAD, 7, 0, 16) + bytes(16)
+    for arrives_first in (True, False, False, True):
+        if arrives_first:
+            pair.peer.send(datagram)
+            while not pair.exchange._arrived.get(key):
+                time.sleep(0.001)
+        received = pair.exchange.receive(1, torch.ones(4), 7)
+        if not arrives_first:
+            pair.peer.send(datagram)
+        received.wait(datetime.timedelta(seconds=SHORT))
+    assert key not in pair.exchange._arrived
+    assert key not in pair.exchange._awaited
+
+
+def test_the_thread_rests_again_when_what_waited_for_room_has_left(pair: Pair) -> None:
+    flushed: list[int] = []
+    flush, sent = Outbox.flush, 0
+
+    def note(box: Outbox, peer: int) -> None:
+        flushed.append(peer)
+        flush(box, peer)
+
+    with patch.object(Outbox, "flush", note):
+        while not pair.exchange._outbox.peers:
+            pair.exchange.send(1, torch.zeros(INLINE // 4), 7)
+            sent += 1
+        for _ in range(sent):
+            assert pair.hear() is not None
+        before = 0
+        while len(flushed) != before:  # it would flush nothing, again and again
+            before = len(flushed)
+            assert before < 100 * sent
+            time.sleep(0.02)
 
 
 def test_a_room_that_cannot_be_mapped_is_passed_by_the_desk(pair: Pair) -> None:
@@ -569,13 +723,16 @@ def test_what_a_peer_may_have_changed_because_it_has_given_up_counts_as_lost(pai
     assert torch.equal(into, pair.values)
 
 
-def test_memory_that_the_system_does_not_give_is_ordinary_memory_and_its_tensor_passes_the_desk(pair: Pair) -> None:
+@pytest.mark.parametrize("error", [BlockingIOError(), OSError(errno.ETOOMANYREFS, "too many files are under way")])
+def test_memory_that_the_system_does_not_give_is_ordinary_memory_and_its_tensor_passes_the_desk(
+    error: OSError, pair: Pair
+) -> None:
     with patch.object(desk, "_create_file", side_effect=OSError):
         assert pair.exchange.rooms.empty(4 * INLINE) is None
     memory = pair.exchange.rooms.empty(4 * INLINE)
     assert memory is not None
     tensor = torch.frombuffer(memory, dtype=torch.float32)
-    with patch.object(socket, "send_fds", side_effect=BlockingIOError):
+    with patch.object(socket, "send_fds", side_effect=error):
         message = pair.exchange.send(1, tensor, 7)
     assert pair.hear() == (_OFFER, 7, 0, 4 * INLINE)
     pair.tell(_WANTED, 7)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -15,8 +16,9 @@ from torch.optim.swa_utils import get_ema_avg_fn
 import monitor_jobs as jobs
 from jobs import Classifier, loader, trainer
 from lightning_zero import Offload, ZeroEMA, ZeroMonitor
-from lightning_zero.pl.advice import options_beside_ddp
-from lightning_zero.pl.monitor import bytes_at_rest
+from lightning_zero.pl import monitor
+from lightning_zero.pl.advice import BESIDE, asked_bytes, options_beside_ddp
+from lightning_zero.pl.monitor import MemoryAdvice, _formula, bytes_at_rest, watch_trainers
 from lightning_zero.pl.table import WIDTH, MemoryReport, _uncast_lines, sized, table_of
 from lightning_zero.run.average import Average, room_for_average
 from lightning_zero.run.engine import Engine, Options
@@ -429,3 +431,120 @@ def test_lightnings_average_counts_where_there_is_no_zero_strategy() -> None:
     under = bytes_under_ddp(module, run.optimizers, averages=1)
     whole, _, _ = options_beside_ddp(under, 2, 7)
     assert whole.nbytes == (sum(under.values()) - under["bucket"]) // 2
+
+
+def test_a_trainer_that_is_watched_has_one_monitor_which_may_be_the_users_own() -> None:
+    def monitors_of(run: Any) -> list[ZeroMonitor]:
+        return [callback for callback in run.callbacks if isinstance(callback, ZeroMonitor)]
+
+    mine = ZeroMonitor()
+    unwatch = watch_trainers(print)
+    try:
+        with_mine, without = trainer("auto", 1, callbacks=[mine]), trainer("auto", 1)
+    finally:
+        unwatch()
+    assert monitors_of(with_mine) == [mine]
+    (ours,) = monitors_of(without)
+    assert mine.listeners == ours.listeners == [print]
+    assert monitors_of(trainer("auto", 1)) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_a_step_sends_is_told_by_a_formula_under_ddp_alone(ranks: int) -> None:
+    module = nn.Linear(7, 1)
+    bytes_of_gradients = 4 * 8
+    under_ddp: Any = SimpleNamespace(world_size=ranks, strategy=DDPStrategy())
+    other: Any = SimpleNamespace(world_size=ranks, strategy=SimpleNamespace())
+    assert _formula(under_ddp, module) == 2 * (ranks - 1) * bytes_of_gradients // ranks  # type: ignore[arg-type]
+    assert _formula(other, module) == (0 if ranks == 1 else None)  # type: ignore[arg-type]
+
+
+def test_what_has_grown_in_fit_is_told_without_a_zero_strategy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bytes beside those in categories, which were there in part before."""
+    beside, told = iter([100, 130]), list[Any]()
+    for name, value in {
+        "_beside_ddp": lambda *_: next(beside),
+        "bytes_under_ddp": lambda *_, **__: {},
+        "bytes_at_rest": lambda *_: {},
+        "command_for": lambda *_: "",
+        "options_beside_ddp": lambda under, ranks, missing: told.append(missing),
+        "advice_for": lambda error, where, held, *_: told.append(held) or "",
+    }.items():
+        monkeypatch.setattr(monitor, name, value)
+    run: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        optimizers=[],
+        world_size=2,
+        callbacks=[],
+        global_rank=0,
+        global_step=3,
+    )
+    module, error = Classifier(), MemoryError()
+    advice = MemoryAdvice()
+    advice.on_fit_start(run, module)
+    assert advice._advice(run, module, error) == ""
+    missing, held = told
+    assert held.grown == {BESIDE: 30}
+    assert missing == 30 + asked_bytes(error)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Trainer after three steps, of which only what a monitor asks is there."""
+    monkeypatch.setattr(monitor, "bytes_at_rest", lambda *_: {"parameter": 7})
+    return SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number + 1),
+        accumulate_grad_batches=1,
+        world_size=2,
+        global_step=3,
+        callback_metrics={"loss": torch.tensor(2.0), "each": torch.ones(3), "zero/loss_scale": torch.tensor(8.0)},
+        precision_plugin=None,
+        is_global_zero=True,
+    )
+
+
+def test_metrics_that_are_told_are_numbers_and_the_users_own(stub: Any) -> None:
+    assert ZeroMonitor().costs(stub, nn.Linear(1, 1))["metrics"] == {"loss": 2.0}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_all_ranks_compare_their_peaks_and_one_tells_the_largest(is_first: bool, stub: Any) -> None:
+    asked, told = list[str](), list[dict[str, Any]]()
+    stub.strategy.reduce = lambda number, reduce_op: asked.append(reduce_op) or torch.tensor(11)
+    stub.is_global_zero = is_first
+    mine = ZeroMonitor()
+    mine.listeners.append(lambda **costs: told.append(costs))
+    mine.on_train_end(stub, nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert asked == ["max"]
+    assert [costs["peak_resident_bytes"] for costs in told] == [11] * is_first
+
+
+def test_a_batch_is_told_what_was_sent_since_it_began(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what validation has sent before, say."""
+    reports = iter([(100, 1.0), (130, 1.5), (1000, 2.0), (1040, 2.25)])
+    monkeypatch.setattr(monitor, "_communicated", lambda _: next(reports))
+    monkeypatch.setattr(monitor, "accumulates", lambda _: False)
+    mine = ZeroMonitor(log=False)
+    for _ in range(2):
+        mine.on_train_batch_start(stub)
+        mine.on_train_batch_end(stub, nn.Linear(1, 1))  # type: ignore[arg-type]
+    assert (mine._sent, mine._waited) == (70, 0.75)
+
+
+def test_a_logger_that_takes_no_metrics_is_told_of_once_and_left_alone(
+    stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, asked = list[str](), list[int]()
+
+    def refuse(metrics: Any, step: int) -> None:
+        asked.append(step)
+        raise NotImplementedError
+
+    monkeypatch.setattr(monitor, "rank_zero_warn", told.append)
+    monkeypatch.setattr(monitor, "logged_step", lambda _: 5)
+    stub.loggers = [SimpleNamespace(log_metrics=refuse)]
+    mine = ZeroMonitor()
+    for _ in range(2):
+        mine._log(stub, {"zero/peak_bytes": 1.0})
+    assert asked == [5]
+    assert told == ["SimpleNamespace takes no metrics: ZeroMonitor writes none to it."]

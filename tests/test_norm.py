@@ -260,3 +260,68 @@ def measure_after_a_verdict(stage: int) -> list[float]:
 def test_gradients_that_take_the_place_of_measured_ones_are_measured_anew(stage: int, two_ranks: RankPool) -> None:
     for first, second in two_ranks.run(measure_after_a_verdict, stage):
         assert second == pytest.approx(3 * first)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_listed_twice_counts_and_is_scaled_once(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
+        parameters = [*model.parameters()]
+        model(x()).square().mean().backward()
+        total = engine.averages.clip_by_norm_(parameters, math.inf)
+        assert engine.averages.clip_by_norm_([*parameters, *parameters], float(total) / 2) == total
+        assert float(engine.averages.clip_by_norm_(parameters, math.inf)) == pytest.approx(float(total) / 2, rel=1e-5)
+
+    on_engine(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_of_what_has_only_accumulated_is_in_fp32_and_may_be_refused_as_any_other(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
+        with engine.no_sync():
+            model(x().double()).square().mean().mul(math.nan).backward()
+        assert engine.averages.clip_by_norm_(model.parameters(), math.inf).dtype == torch.float32
+        with pytest.raises(RuntimeError, match="non-finite"):
+            engine.averages.clip_by_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    on_engine(tower().double(), act, stage)
+
+
+def test_the_norm_type_that_is_asked_for_is_the_one_that_is_clipped_by() -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> float:
+        model(x()).square().mean().backward()
+        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.averages.clip_by_norm_
+        return float(clip(model.parameters(), 1.0, norm_type=math.inf))
+
+    assert on_engine(tower(), act, 2) == [on_one_device(tower(), act)] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_has_only_accumulated_is_read_as_a_copy(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
+        weight = next(model.parameters())
+        with engine.no_sync():
+            model(x()).square().mean().backward()
+        engine.averages.full(weight).zero_()
+        assert weight.grad.any()
+
+    on_engine(tower(), act, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_left_in_the_dtype_of_their_parameters(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
+        model(x().to(torch.bfloat16)).square().mean().backward()
+        left = engine.averages.whole_on_host()
+        assert {grad.dtype for grad in left.values()} == {torch.bfloat16}
+
+    on_engine(tower().to(torch.bfloat16), act, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_is_told_of_the_ranks_of_all_replicas(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(x()).square().mean() * math.nan).backward()
+        assert engine.averages.unscale_(scaler, optimizer).ranks == [0, 1, 2, 3]
+
+    on_engine(tower(), act, stage, world=4, replicate_size=2)

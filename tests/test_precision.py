@@ -11,6 +11,8 @@ from torch.amp import GradScaler
 
 import jobs
 from lightning_zero import ZeroStrategy
+from lightning_zero.device import Late
+from lightning_zero.pl import precision
 from lightning_zero.pl.precision import SkippedSteps, adapt, guard_schedulers
 from lightning_zero.shards.norm import Overflow
 from ranks import RankPool
@@ -107,3 +109,99 @@ def test_a_step_that_clips_nothing_is_not_taken_for_the_one_before_that_did() ->
     plugin._has_clipped = True
     plugin._wrap_closure(LightningModule(), None, lambda: None)
     assert expected == []
+
+
+class OwnClipping(LightningModule):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class OwnClip(LightningModule):
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Manual(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnPlugin(Precision):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("plugin", "module", "is_expected"),
+    [
+        (Precision, LightningModule, True),
+        (Precision, OwnClipping, False),
+        (Precision, OwnClip, False),
+        (Precision, Manual, False),
+        (OwnPlugin, LightningModule, False),
+    ],
+)
+def test_a_step_is_expected_after_clipping_unless_code_of_users_may_come_before_it(
+    plugin: type[Precision], module: type[LightningModule], is_expected: bool
+) -> None:
+    """Ranks that expect it do not meet again, and what such code reads on one of them would wait for the others."""
+    expected: list[int] = []
+    adapted: Any = adapt(plugin())
+    adapted.engine = SimpleNamespace(closed=False, runner=SimpleNamespace(expect_step=lambda: expected.append(1)))
+    adapted._after_closure = lambda *_: setattr(adapted, "_has_clipped", True)
+    adapted._wrap_closure(module(), None, lambda: None)
+    assert expected == [1] * is_expected
+
+
+def test_a_run_knows_nothing_of_the_steps_of_the_one_before() -> None:
+    plugin: Any = adapt(Precision())
+    plugin.skipped_last, plugin.grad_norm = True, torch.ones(())
+    plugin.begin_run(SimpleNamespace(), 20)
+    assert (plugin.skipped_last, plugin.grad_norm) == (False, None)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_norm_that_is_not_finite_is_told_once_unless_its_step_is_skipped(
+    skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(precision, "rank_zero_warn", told.append)
+    plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")) if skips else Precision())
+    norm = torch.tensor(torch.nan)
+    averages = SimpleNamespace(clip_by_norm_=lambda *_: norm)
+    plugin.begin_run(SimpleNamespace(closed=False, averages=averages), 20)
+    plugin.main_params = lambda _: []
+    plugin._late_norms += [] if skips else [Late(norm)]  # of the step before, as it is on a device
+    plugin.clip_grad_by_norm(None, 1.0)
+    plugin.clip_grad_by_norm(None, 1.0)
+    assert [one[:24] for one in told] == ["The gradient norm is nan"] * (not skips)
+
+
+@pytest.mark.parametrize("overflow", [Overflow([], []), Overflow([1], ["weight"])])
+def test_a_step_of_manual_optimization_is_taken_though_its_closure_returns_nothing(overflow: Overflow) -> None:
+    stepped: list[Any] = []
+    scaler = SimpleNamespace(step=stepped.append, update=lambda: None, get_scale=lambda: 8.0)
+    plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")))
+    plugin.begin_run(SimpleNamespace(closed=False, averages=SimpleNamespace(unscale_=lambda *_: overflow)), 20)
+    plugin.scaler, plugin._after_closure = scaler, lambda *_: None
+    module = SimpleNamespace(automatic_optimization=False, trainer=SimpleNamespace(global_step=3))
+    plugin.optimizer_step("optimizer", module, lambda: None)
+    assert stepped == ["optimizer"]
+    assert plugin.skipped_last == bool(overflow.ranks)
+
+
+def test_the_warning_of_a_skipped_step_tells_its_loss() -> None:
+    plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")))
+    averages = SimpleNamespace(unscale_=lambda *_: Overflow([1], ["weight"]))
+    plugin.begin_run(SimpleNamespace(closed=False, averages=averages), 20)
+    plugin._after_closure, plugin.scaler = (
+        lambda *_: None,
+        SimpleNamespace(step=lambda _: None, update=lambda: None, get_scale=lambda: 8.0),
+    )
+    module = SimpleNamespace(automatic_optimization=True, trainer=SimpleNamespace(global_step=3))
+    with pytest.warns(UserWarning, match=r"step 3: loss 2\.5, non-finite gradients on ranks \[1\] in weight\."):
+        plugin.optimizer_step(None, module, lambda: torch.tensor(2.5))
+
+
+def test_the_guard_of_schedulers_leaves_nothing_on_the_module() -> None:
+    module, plugin = LightningModule(), SimpleNamespace(scaler=object(), skipped_last=False)
+    guard_schedulers(plugin, module, list)()  # type: ignore[arg-type]
+    assert "lr_scheduler_step" not in vars(module)

@@ -133,6 +133,10 @@ def test_what_does_not_step_in_backward_is_refused_at_set_up(stage: int, optimiz
     [
         (lambda engine, optimizer: engine.averages.clip_by_norm_(optimizer, 1.0), "clipping"),
         (lambda engine, optimizer: engine.averages.clip_by_value_(optimizer, 1.0), "clipping"),
+        (
+            lambda engine, optimizer: engine.averages.unscale_(torch.amp.GradScaler("cpu"), optimizer),
+            "a gradient scaler",
+        ),
         (lambda engine, optimizer: engine.accumulating(), "accumulating gradients"),
         (lambda engine, optimizer: engine.no_sync().__enter__(), "accumulating gradients"),
     ],

@@ -185,6 +185,41 @@ def test_a_count_that_is_no_tensor_is_refused_as_torch_refuses_it() -> None:
         step(optimizer, 1, in_tiles=True)
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_a_step_that_autograd_is_to_see_is_left_alone(seen: list[list[int]]) -> None:
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):  # as torch says: not in a leaf
+        step(AdamW(parameters((1000,)), differentiable=True), 0, in_tiles=True)
+    assert seen == [[1000]]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_step_in_tiles_is_an_edit_of_the_parameter_for_graphs_that_have_saved_it() -> None:
+    (parameter,) = parameters((1000,))
+    loss = parameter.square().sum()
+    step(AdamW([parameter]), 0, in_tiles=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_step_that_fails_between_two_tiles_counts_as_torchs_does_that_fails_midway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (parameter,) = parameters((1000,))
+    optimizer, calls, steps_alone = AdamW([parameter]), [], Tensor.addcdiv_
+
+    def fail_in_the_second_tile(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        if len(calls) == 2:
+            raise ArithmeticError
+        return steps_alone(*args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "addcdiv_", fail_in_the_second_tile)
+    with pytest.raises(ArithmeticError):
+        step(optimizer, 0, in_tiles=True)
+    assert optimizer.state[parameter]["step"] == 1
+
+
 class Fails(AdamW):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -194,11 +229,11 @@ class Fails(AdamW):
 @pytest.mark.usefixtures("small_tiles")
 def test_a_class_over_adam_steps_in_tiles_and_an_error_leaves_nothing_behind(seen: list[list[int]]) -> None:
     optimizer = Fails(parameters((600,)))
-    before = vars(optimizer).keys()
+    before = {*vars(optimizer)}
     with pytest.raises(ArithmeticError):
         step(optimizer, 0, in_tiles=True)
     assert seen == [[256, 256, 88]]
-    assert vars(optimizer).keys() == before
+    assert {*vars(optimizer)} == before
 
 
 class Gathers(AdamW):
