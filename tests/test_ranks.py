@@ -1,5 +1,6 @@
 """The ranks that tests run on."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import settings
 
 from lightning_zero.wire.comm import Comm
 from older import NO_NAMES_OF_THREADS
-from ranks import RankPool, free_port, run_alone
+from ranks import AT_ONCE, RankPool, free_port, run_alone
 from thread_world import ThreadWorld
 
 SESSION = """
@@ -83,6 +84,25 @@ def test_what_ranks_print_is_the_output_of_the_test(two_ranks: RankPool, capfd: 
         said = capfd.readouterr()
         assert Counter(said.out.splitlines()) == {"on stdout": 2, "on stderr": 2, "by a child": 2}
         assert said.err == ""
+
+
+def ask_for_random_states_among_garbage(_: Comm) -> None:
+    if hasattr(os, "sched_setaffinity"):  # on one core a thread is seldom interrupted there
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    for _ in range(4000):
+        parameter: Any = torch.nn.Parameter(torch.ones(2))
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+        parameter.itself = parameter
+        torch.get_rng_state()
+
+
+def collect_often() -> None:
+    gc.set_threshold(20)
+    ThreadWorld(2).run(ask_for_random_states_among_garbage)
+
+
+def test_ranks_that_are_threads_do_not_stand_still_where_garbage_is_collected() -> None:
+    assert run_alone(1, collect_often, timeout=AT_ONCE) == ([None], [None])
 
 
 def draw_and_leave_something_behind() -> tuple[float, bool]:

@@ -1,8 +1,10 @@
 """Ranks as threads of one process: for large test matrices."""
 
 import functools
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -56,13 +58,28 @@ class ThreadWorld:
                         meeting.is_over.set()
 
         threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with _nothing_collected():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if world.errors:
             raise world.errors[0]
         return results
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Inside, no garbage is collected unless somebody asks for it. `torch.get_rng_state` holds a lock while it makes a
+    tensor. A collection that begins there, and frees a parameter with hooks, lets another thread run; if that asks for
+    the state, too, the process stands still, without a limit. Users' ranks are processes."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @final
