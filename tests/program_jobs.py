@@ -181,6 +181,7 @@ def train(
     world: int = 2,
     frozen: int = 0,
     buffers: bool = False,
+    in_order: bool = False,
     looks: Callable[[Engine], Any] | None = None,
     looks_after: int | None = None,
     make: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
@@ -193,7 +194,9 @@ def train(
         model.register_buffer("steps", torch.zeros(()))
     optimizer = make(model.parameters())
     setting = Options(**{"bucket_bytes": BUCKET_BYTES, "unit_classes": ("Linear",) if stage == 3 else None} | options)
-    engine = Engine(model, [optimizer], stage=stage, comm=CountingComm(0, world), options=setting)
+    comm = CountingComm(0, world)
+    comm.keeps_order = in_order
+    engine = Engine(model, [optimizer], stage=stage, comm=comm, options=setting)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     batch = torch.randn(4, next(model.parameters()).shape[1])
 

@@ -36,6 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
     "two replicas, few buckets": {"world": 4, "replicate_size": 2, "bucket_bytes": 2**10},
     "four replicas, clipped, two micro-batches": {"world": 16, "replicate_size": 4, "clips": True, "micros": 2},
     "buffers, three micro-batches": {"buffers": True, "micros": 3},
+    "in order": {"in_order": True},
+    "in order, buffers, three micro-batches": {"in_order": True, "buffers": True, "micros": 3},
+    "in order, buffers, three micro-batches on the rank": {
+        "in_order": True,
+        "buffers": True,
+        "micros": 3,
+        "accumulation": "local",
+    },
     "buffers, two replicas": {"buffers": True, "world": 4, "replicate_size": 2},
     "buffers, two replicas, three micro-batches": {"buffers": True, "world": 4, "replicate_size": 2, "micros": 3},
     "buffers, two replicas, two micro-batches on the rank": {

@@ -95,8 +95,10 @@ class _Placing:
     def _call(self, number: int) -> None:
         if self._facts.meets_for(Use(Cause.CALL, number)):
             self._meet()
-        else:
+        elif self._at in self._plan:
             self._follow(self._plan[self._at])
+        else:
+            self.placed.add(Kind.AGREE, among=self._facts.agree_among)
         if number in self._facts.publishes:
             self._steps.catch_up(self._facts.publishes[number])
         else:
@@ -183,7 +185,15 @@ class _Placing:
             self._is_ready = True
             kind = Kind.MARK if self._facts.marks_reductions else Kind.AGREE
             self.placed.add(kind, among=self._facts.agree_among)
+            if kind is Kind.AGREE:
+                self._leave_plan()
         self._start(count)
+
+    def _leave_plan(self) -> None:
+        """Drops the rest of the plan of this round: it ends where ranks ask each other."""
+        stop = min((at for at in self._met if at > self._at), default=len(self.placed.uses))
+        for at in range(self._at, stop):
+            self._plan.pop(at, None)
 
     def _start(self, count: int) -> None:
         if count > self._started:
