@@ -94,8 +94,8 @@ def test_what_an_optimizer_has_frozen_and_then_trains_equals_ddp_with_other_opti
 def test_micro_batches_may_be_the_first_in_which_frozen_parameters_train(
     name: str, bucket: float, two_ranks: RankPool
 ) -> None:
-    """To rounding, as each is averaged by itself. The gradient of a bias before a batch norm is rounding alone, of which
-    Adam makes whole steps; the mean of what the norm sees follows it."""
+    """To rounding, as each is averaged by itself. The gradient of a bias before a batch norm is rounding alone, of
+    which Adam makes whole steps; the mean of what the norm sees follows it."""
     expected = two_ranks.once(regroup_jobs.fit, "ddp", name, accumulate_grad_batches=2)
     noise = set() if name == "GivenFrozenToSGD" else {"backbone.0.bias", "backbone.1.running_mean"}
     for stage in STAGES:
