@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo sweep test test-device test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench trace constraints setup clean FORCE
+.PHONY: help demo sweep test test-device test-kernels test-gpu test-floors test-newest test-clients lint ruff format-check mypy ladder bench trace constraints setup clean FORCE
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -48,6 +48,10 @@ test: setup  ## run the tests (those that need a GPU are skipped where there is 
 
 test-device: setup  ## run the tests where no device is the default one that the package could mean
 	FOREIGN_DEVICE=meta $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-kernels: setup  ## run the tests with the kernels of a processor without vector instructions, which round in another way
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
+	    $(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: setup  ## run the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
