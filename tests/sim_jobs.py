@@ -393,6 +393,26 @@ def wrong_order(device: torch.device) -> None:
     run_ranks(2, on_rank)
 
 
+def wrong_order_of_two(device: torch.device, *, is_made: bool) -> list[float]:
+    """Two communicators of the same ranks; if the mistake `is_made`, one rank launches in them in another order."""
+    from sim import streams
+    from sim.group import run_ranks
+
+    def on_rank(rank: int) -> float:
+        comm = make_comm(device, SOON, backend="sim")
+        comms = [comm, comm.split([range(2)])]
+        fulls = {comm: torch.zeros(2, 2, device=device) for comm in comms}
+        gathers: list[Any] = []
+        for comm in reversed(comms) if rank and is_made else comms:
+            gathers = [*gathers, comm.all_gather(fulls[comm], torch.ones(2, device=device), "rows")]
+        for gather in gathers:  # not before the second one is launched: only the device keeps them in order
+            gather.wait()
+        return float(fulls[comms[0]].sum())
+
+    with patch.object(streams, "HANG_S", 0.5):
+        return run_ranks(2, on_rank)
+
+
 def rank_that_never_comes(device: torch.device) -> list[str]:
     """Rank 1 leaves out a collective, and rank 0 waits for its result. Both then go on with new groups."""
     from sim.group import run_ranks
@@ -542,7 +562,7 @@ def train(
             waits.clear()
         skipped = None
         if step == 1 and event == "ranks use different modules":
-            skipped = comm.rank
+            skipped = data
         elif step == 1 and event == "a rank reads alone" and comm.rank == 1:
             losses.append(model.blocks[1][0].weight.sum().detach())
         elif step == 1 and event == "weights are edited through p.data":

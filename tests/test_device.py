@@ -181,6 +181,26 @@ def test_what_happens_in_the_middle_has_the_cpus_bits(
         assert differing(found[0]["saved"], expected[0]["saved"]) == []
 
 
+@pytest.mark.parametrize(
+    ("event", "division", "stage", "micro", "policy"),
+    [
+        # One of two tensor-parallel ranks cannot read its part alone.
+        (event, "replicate_size" if event == "a rank reads alone" else division, *rest)
+        for event, division, *rest in pairwise(
+            [None, *EVENTS], ["replicate_size", "tensor_parallel_size"], [3, 2, 1], [1, 3], ["LATE", "SIDES_AT_ONCE"]
+        )
+    ],
+    ids=name_of,
+)
+def test_ranks_with_several_communicators_launch_collectives_in_one_order(
+    event: str | None, division: str, stage: int, micro: int, policy: str, sim_process: RankPool, tmp_path: Path
+) -> None:
+    """The simulated device runs one at a time, of all communicators: launched in other orders on two ranks, each would
+    wait for what stands behind the other."""
+    setting: dict[str, Any] = {"stage": stage, "micro": micro, "clips": True, division: 2}
+    assert_same(*train(sim_process, policy, 4, **setting, event=event, path=tmp_path / "saved"))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

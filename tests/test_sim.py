@@ -87,6 +87,13 @@ def test_ranks_that_launch_different_collectives_are_told_both_orders(sim_proces
         run(sim_process, "LATE", sim_jobs.wrong_order)
 
 
+def test_ranks_that_launch_in_two_communicators_in_different_orders_hang(sim_process: RankPool) -> None:
+    """As they may in NCCL, where the first kernels leave no room for the second ones."""
+    assert run(sim_process, "LATE", sim_jobs.wrong_order_of_two, is_made=False) == [4.0, 4.0]
+    with pytest.raises(RankFailed, match=r"Hang: rank . waits for .*, which stays at all-gather"):
+        run(sim_process, "LATE", sim_jobs.wrong_order_of_two, is_made=True)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_rank_that_never_comes_is_named_and_ranks_go_on_afterwards(policy: str, sim_process: RankPool) -> None:
     """What the host does when a collective of the device hangs: say so in time, end it, and make new groups."""

@@ -1,8 +1,10 @@
 """Collectives as NCCL has them, for ranks that are threads of one process, each with streams of its own.
 
 A collective is launched into the communicator's stream, after what the current stream has been given so far. It runs
-when all ranks have launched it. `wait` lets the current stream wait, and not the host. Ranks that launch different
-collectives are told so; a rank that launches none leaves the streams of the others where they are.
+when all ranks have launched it, and when what its rank has launched before has run, in whichever communicator: NCCL
+promises to run several at once only where the device has room for all. `wait` lets the current stream wait, and not the
+host. Ranks that launch different collectives are told so; a rank that launches none leaves the streams of the others
+where they are.
 """
 
 import sys
@@ -41,6 +43,7 @@ class _Part(NamedTuple):
     sent: list[Tensor]  # host views
     received: list[Tensor]
     host_at: float  # s, of simulated time
+    before: list[Event]  # what its rank has launched before, in any communicator
 
 
 class Communicator:
@@ -54,8 +57,18 @@ class Communicator:
         self._parts: defaultdict[int, dict[int, _Part]] = defaultdict(dict)  # place in the order -> rank -> part
         self._is_done: dict[int, float] = {}  # place -> when it began, s of simulated time
 
-    def launch(self, rank: int, name: str, compute: Any, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Event:
-        """Launches a collective on a rank; `compute(sent, received)` does it for all ranks, given their tensors."""
+    def launch(
+        self,
+        rank: int,
+        name: str,
+        compute: Any,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        *,
+        batches: bool = False,
+    ) -> Event:
+        """Launches a collective on a rank; `compute(sent, received)` does it for all ranks, given their tensors. One
+        that `batches` runs beside others that do, launched next to it."""
         with LOCK:
             if unknown := {tensor.dtype for tensor in (*sent, *received)} - DTYPES:
                 raise TypeError(f"NCCL has no {unknown}.")
@@ -68,21 +81,25 @@ class Communicator:
                     )
             stream = self.streams[rank]
             stream.wait_stream(current_stream())
-            number = stream.launched + 1
+            number, before = stream.launched + 1, this_host().collectives.before(batches)
             views = [*map(host_view, sent)], [*map(host_view, received)]
-            self._parts[place][rank] = _Part(number, *views, this_host().at)
+            self._parts[place][rank] = _Part(number, *views, this_host().at, before)
             accesses = [Access(block_of(tensor), tensor, writes=False) for tensor in sent]
             accesses += [Access(block_of(tensor), tensor, writes=True) for tensor in received]
             nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, received))
             rates, crosses = State.rates, nbytes * (self.size - 1) / self.size
             cost = 0.0 if rates is None else rates.latency + crosses / rates.link
             stream.launch(name, partial(self._run, place, rank, compute), accesses, cost=cost)
-            return stream.record_event()
+            launched = stream.record_event()
+            this_host().collectives.add(launched, batches)
+            return launched
 
     def _run(self, place: int, rank: int, compute: Any) -> Any:
         parts = self._parts[place]
         if place in self._is_done or rank in self.aborted:
             return self._is_done.get(place)
+        if not all(event.has_passed for part in parts.values() for event in part.before):
+            return BLOCKED
         is_ready = len(parts) == self.size and all(
             # The streams of the other ranks have to come to it as well. One that is running waits in it already.
             stream.is_running or stream.run(parts[rank].number - 1)
@@ -201,7 +218,7 @@ class SimGroup(dist.ProcessGroup):
             pair = _COMMUNICATORS.setdefault(f"{self._name}: {source} -> {to}", Communicator(2))
             rank = int(self._rank == to)
             pair.streams.setdefault(rank, Stream())
-        return _Work(pair.launch(rank, "message", _deliver, sent, received), [*sent, *received])
+        return _Work(pair.launch(rank, "message", _deliver, sent, received, batches=True), [*sent, *received])
 
     def abort(self) -> None:
         """Ends, on this rank, what has not ended; its results are worth nothing."""

@@ -51,6 +51,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.actor = -next(_hosts)
+        self.collectives = Collectives()
         self.default = Stream(default_of=self)
 
     def acts(self) -> int:
@@ -62,6 +63,25 @@ class Host:
     def learn(self, clock: Clock) -> None:
         self.clock = Clock(self.clock)
         self.clock.learn(clock)
+
+
+class Collectives:
+    """What a rank has launched, by all its communicators: the latest collective, or messages that are a batch."""
+
+    def __init__(self) -> None:
+        self._latest: list[Event] = []
+        self._earlier: list[Event] = []  # what the latest batch comes after
+        self._is_batch = False
+
+    def before(self, batches: bool) -> "list[Event]":
+        """Returns what has to end before the next one, which may belong to a batch, begins."""
+        return [*(self._earlier if batches and self._is_batch else self._latest)]
+
+    def add(self, event: "Event", batches: bool) -> None:
+        if batches and self._is_batch:
+            self._latest.append(event)
+        else:
+            self._earlier, self._latest, self._is_batch = self._latest, [event], batches
 
 
 @dataclass(frozen=True)
@@ -270,6 +290,11 @@ class Event:
                 host.learn(self.clock)
                 host.at = max(host.at, self.at)
             return is_passed
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether its stream has come to it, or comes to it now: asked by the device, of which no host learns."""
+        return self.stream is None or self.stream.run(self.number)
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds of simulated time."""
