@@ -21,10 +21,11 @@ from compare import assert_same_bits, differing
 from construction_jobs import Wide
 from lightning_zero import export_safetensors
 from lightning_zero.checkpoint import CheckpointError
-from lightning_zero.run import pretrained
+from lightning_zero.run import pretrained_files
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.pretrained import PretrainedTensor, load_pretrained
+from lightning_zero.run.pretrained import load_pretrained
+from lightning_zero.run.pretrained_files import PretrainedTensor
 from lightning_zero.shards.early import class_of
 from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm
@@ -531,9 +532,9 @@ def test_a_header_that_is_longer_than_the_format_allows_is_not_read(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = int.from_bytes(file.read_bytes()[:8], "little")
-    monkeypatch.setattr(pretrained, "LONGEST_HEADER", length)
+    monkeypatch.setattr(pretrained_files, "LONGEST_HEADER", length)
     load_pretrained(kinds(0), file, comm=LocalComm())
-    monkeypatch.setattr(pretrained, "LONGEST_HEADER", length - 1)
+    monkeypatch.setattr(pretrained_files, "LONGEST_HEADER", length - 1)
     assert f"{file} is not a safetensors file" in refusal(file)
 
 

@@ -5,35 +5,27 @@ rank 0             ====           =======                      rows or pieces, a
 rank 1                 ====              =======
 """
 
-import json
-import math
 import os
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_zero.checkpoint.export import INDEX, SINGLE
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
-from lightning_zero.checkpoint.shard import LONGEST_HEADER, SAFE_NAMES, fill
 from lightning_zero.device import HOST
 from lightning_zero.run.construction import Construction, parameter_like
+from lightning_zero.run.conversion import Conversion, InFile
 from lightning_zero.run.engine import Engine
-from lightning_zero.shards.extents import Extent
+from lightning_zero.run.pretrained_files import PretrainedTensor, open_all
 from lightning_zero.shards.units import as_written
 from lightning_zero.torch_private import buffers_in, edits_of, saved_tensors_in
-from lightning_zero.views.lazy import LazyTensor, Stored
+from lightning_zero.views.lazy import LazyTensor
 from lightning_zero.wire.comm import Comm, failing_together
 from lightning_zero.wording import few_of
-
-_DTYPES = {name: dtype for dtype, name in SAFE_NAMES.items()}
-_SUFFIX = ".safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_CHUNK_BYTES = 1 << 20  # converted to another dtype or device at a time
 
 Rename = Callable[[str], str | None]
 _Place = tuple[MutableMapping[str, Any], str]  # a dictionary of tensors and a key
@@ -62,9 +54,11 @@ def load_pretrained(
 
     Tensors on the meta device are replaced, as `Module.to_empty` does, so call it before optimizers are made. Buffers
     there that no file has get their values of the model's `_init_weights`, if it has one, as transformers' models do.
+    What transformers 5 has otherwise in its models than in published files is converted, see `conversion`.
 
     Args:
-        module: its `state_dict` has the names in the files. One name of a tied parameter is enough.
+        module: its `state_dict` has the names in the files, unless it is a model of transformers 5. One name of a tied
+            parameter is enough.
         path: a ``.safetensors`` file, or a folder: the files in its index (Hugging Face's ``*.index.json``), else its
             ``model.safetensors``, else all such files in it. On any file system that fsspec supports.
         comm: all ranks.
@@ -91,129 +85,6 @@ def load_pretrained(
             with torch.no_grad():
                 tensor.copy_(LazyTensor(source))
     return left
-
-
-# -- files
-
-
-@final
-class PretrainedTensor(Stored):
-    """A tensor in a safetensors file."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], stream: IO[bytes]
-    ) -> None:
-        super().__init__(name, shape, dtype)
-        self.place = place  # path of the file, offset in bytes
-        self._stream = stream
-
-    def read(self, extent: Extent, into: Tensor) -> None:
-        self._stream.seek(self.place[1] + extent.start * self.dtype.itemsize)
-        if into.device.type == "cpu" and into.dtype == self.dtype:
-            self._fill(into)
-            return
-        for part in into.split(_CHUNK_BYTES // self.dtype.itemsize):
-            part.copy_(self._fill(torch.empty(part.shape, dtype=self.dtype, device=HOST)))
-
-    def _fill(self, flat: Tensor) -> Tensor:
-        if flat.numel():
-            fill(flat.view(torch.uint8).numpy().data, self._stream, f"{self.place[0]} ends within {self.name!r}.")
-        return flat
-
-    def whole(self) -> Tensor:
-        return self.for_loading(torch.empty(self.shape, dtype=self.dtype, device=HOST))
-
-    def for_loading(self, target: Tensor) -> Tensor:
-        """Reads into `target` itself if that is contiguous, so that the tensor is not in memory twice."""
-        into = target.detach()
-        if not into.is_contiguous():
-            return self.whole()
-        self.read(Extent.of_whole(self.name, self.shape), into.view(-1))
-        return target
-
-
-def _open_all(place: Folder, opened: ExitStack) -> dict[str, PretrainedTensor]:
-    """Opens the files at a path, and returns their tensors by name."""
-    folder = place.parent if place.is_file else place
-    tensors: dict[str, PretrainedTensor] = {}
-    files, listed = _choose_files(place)
-    for file in files:
-        path = folder.file(file)
-        try:
-            stream = opened.enter_context(folder.open(file))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}, which the index names, is missing.") from None
-        for tensor in _read_header(path, stream, folder.size(file)):
-            if listed is not None and listed.get(tensor.name) != file:
-                continue
-            if (first := tensors.setdefault(tensor.name, tensor)) is not tensor:
-                raise CheckpointError(f"{tensor.name!r} is in two files, {first.place[0]} and {path}.")
-    if absent := sorted(set(listed or ()) - set(tensors)):
-        raise CheckpointError(f"{place}: {few_of(absent)} are in the index, and not in the files.")
-    return tensors
-
-
-def _choose_files(place: Folder) -> tuple[list[str], dict[str, str] | None]:
-    """Returns the names of the files to read, and if there is an index, the file of each tensor."""
-    if place.is_file:
-        name = os.path.basename(place.path)  # noqa: PTH119
-        if not name.endswith(_SUFFIX):
-            raise CheckpointError(_refusal(place, [name]))
-        return [name], None
-    names = place.names()
-    if indices := [name for name in names if name.endswith(f"{_SUFFIX}.index.json")]:
-        index = INDEX if INDEX in indices else indices[0]
-        try:
-            listed = {str(name): str(file) for name, file in json.loads(place.read(index))["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{place.file(index)} is no index: {type(error).__name__}: {error}.") from error
-        return sorted(set(listed.values())), listed
-    if place.is_checkpoint or not (files := [name for name in names if name.endswith(_SUFFIX)]):
-        raise CheckpointError(_refusal(place, names))
-    # Files beside SINGLE hold the same tensors again, in another form.
-    return [SINGLE] if SINGLE in files else files, None
-
-
-def _refusal(place: Folder, names: list[str]) -> str:
-    """Says why there is nothing to load at a path, and what to do."""
-    if not place.exists:
-        return f"{place} does not exist. For a model of a hub, give what huggingface_hub.snapshot_download() returns."
-    if not place.is_file and place.is_checkpoint:
-        return (
-            f"{place} is a checkpoint of a run: go on from it with fit(ckpt_path=...), or write its weights with "
-            f"`lightning-zero consolidate {place} OUT --safetensors`, and load OUT."
-        )
-    if pickles := [name for name in names if name.endswith(_PICKLES)]:
-        return (
-            f"{pickles} in {place.parent if place.is_file else place} are pickles, which can be read only whole. Write "
-            "safetensors once, and load those: safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
-            "'model.safetensors')."
-        )
-    return f"{place} has no safetensors."
-
-
-def _read_header(path: str, stream: IO[bytes], nbytes: int) -> list[PretrainedTensor]:
-    """Reads which tensors are in a file of `nbytes`: https://github.com/huggingface/safetensors#format"""
-    length = int.from_bytes(stream.read(8), "little")
-    if not 2 <= length <= min(LONGEST_HEADER, nbytes - 8):
-        raise CheckpointError(f"{path} is not a safetensors file, or was not written to its end.")
-    tensors = []
-    try:
-        plain = json.loads(stream.read(length))
-        plain.pop("__metadata__", None)
-        for name, entry in plain.items():
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            end = start + math.prod(shape) * dtype.itemsize
-            if end != stop or end > nbytes:
-                raise CheckpointError(f"{path} is damaged, or was not written to its end: {name!r} ends at {end}.")
-            tensors.append(PretrainedTensor(name, shape, dtype, (path, start), stream))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {type(error).__name__}: {error}.") from error
-    return tensors
-
-
-# -- the module
 
 
 @dataclass(eq=False)
@@ -279,17 +150,19 @@ def _compute_unsaved(module: Module, device: torch.device, model: Any = None) ->
 
 def _match(
     module: Module, place: Folder, opened: ExitStack, rename: Rename, strict: bool
-) -> tuple[list[tuple[_Target, PretrainedTensor]], Left]:
+) -> tuple[list[tuple[_Target, InFile]], Left]:
     """Pairs the tensors of a module with those in files; raises CheckpointError, with all names, if some do not fit."""
-    sources: dict[str, PretrainedTensor] = {}
+    files: dict[str, PretrainedTensor] = {}
     wrong = []
-    for name, tensor in _open_all(place, opened).items():
+    for name, tensor in open_all(place, opened).items():
         renamed = rename(name)
-        if renamed in sources:
-            wrong.append(f"{sources[renamed].name!r} and {name!r} would both be {renamed!r}")
+        if renamed in files:
+            wrong.append(f"{files[renamed].name!r} and {name!r} would both be {renamed!r}")
         elif renamed is not None:
-            sources[renamed] = tensor
+            files[renamed] = tensor
     targets, pairs, missing = _targets(module), [], []
+    conversion = Conversion.of(module, {name: tuple(it.tensor.shape) for it in targets for name in it.names})
+    sources: Mapping[str, InFile] = files if conversion is None else conversion.convert(files)
     for target in targets:
         here = [name for name in target.names if name in sources]
         wrong += [told for name in here for told in _misfits(name, target.tensor, sources[name])]
@@ -309,7 +182,7 @@ def _match(
     return pairs, Left(missing, surplus)
 
 
-def _misfits(name: str, own: Tensor, source: PretrainedTensor) -> Iterator[str]:
+def _misfits(name: str, own: Tensor, source: InFile) -> Iterator[str]:
     if tuple(own.shape) != source.shape:
         yield f"{name!r} is {source.shape} in the files and {tuple(own.shape)} in the module"
     elif not torch.can_cast(source.dtype, own.dtype):
