@@ -296,6 +296,38 @@ def test_the_norm_type_that_is_asked_for_is_the_one_that_is_clipped_by() -> None
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_a_small_loss_are_unscaled_and_clipped_by_the_type_that_is_asked_for(stage: int) -> None:
+    """A scale below 1 makes them larger; of what is unscaled the norm is known, but not that of every type."""
+
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> tuple[float, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=0.25)
+        scaler.scale(model(x()).square().mean()).backward()
+        if engine is None:
+            scaler.unscale_(optimizer)
+        else:
+            engine.averages.unscale_(scaler, optimizer)
+        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.averages.clip_by_norm_
+        largest = float(clip(model.parameters(), 1e9, norm_type=math.inf))
+        return largest, float(clip(model.parameters(), 1e9))
+
+    expected = on_one_device(tower(), act)
+    assert on_engine(tower(), act, stage) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_no_number_makes_all_that_are_clipped_none_as_in_torch(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> bool:
+        first = next(model.parameters())
+        (model(x()).square().mean() + math.nan * first.flatten()[0]).backward()
+        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.averages.clip_by_norm_
+        assert math.isnan(clip(model.parameters(), 1.0))
+        return all(p.grad.isnan().all() for p in model.parameters() if p.grad is not None)
+
+    assert on_one_device(tower(), act)
+    assert on_engine(tower(), act, stage) == [True] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_has_only_accumulated_is_read_as_a_copy(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
         weight = next(model.parameters())

@@ -1,5 +1,6 @@
 """What an optimizer looks at is found by trying it: the formulas of papers, under names that nobody has heard of."""
 
+import math
 import pickle
 import random
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, find, state_tenso
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, agg_mo, decays_matrices, made
+from zoo import count as count_steps
 
 BY_TENSOR, BY_ALL = "looks at whole tensors", "looks at all parameters together"
 
@@ -360,6 +362,26 @@ def test_what_goes_by_element_is_found_to_do_so(name: str) -> None:
     assert why_not_in_pieces(made("Plain", PIECES[name])(parameters())) is None
 
 
+def known_to_end(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """Has a table of rates for so many steps as a run takes."""
+    return ([0.1] * 50)[count_steps(state)] * p.grad
+
+
+def growing(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """A rate that no number holds, in a step that training never comes to."""
+    return p.grad * torch.tensor(1.1, dtype=p.dtype) ** count_steps(state)
+
+
+def without_a_best(p: Tensor, state: dict[str, Any]) -> Tensor:
+    state["best loss"] = math.nan  # it has been told none
+    return p.grad
+
+
+@pytest.mark.parametrize("formula", [known_to_end, growing, without_a_best])
+def test_steps_that_training_never_comes_to_and_numbers_that_are_none_tell_nothing(formula: Any) -> None:
+    assert why_not_in_pieces(made("Plain", formula)(parameters())) is None
+
+
 def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_costs_in_pieces() -> None:
     def set_up(comm: Comm, granularity: Any) -> bool:
         model = nn.Linear(4, 4)
@@ -498,6 +520,18 @@ def test_an_optimizer_that_changes_nothing_when_it_is_tried_steps_pieces_and_is_
 
     with pytest.warns(UserWarning, match=r"Idle changed nothing when it was tried.*granularity='tensor'"):
         assert ThreadWorld(2).run(set_up) == [True, True]
+
+
+def counted_in_a_tensor(p: Tensor, state: dict[str, Any]) -> Tensor:
+    state["step"] = state.get("step", torch.zeros(())) + 1
+    state["mean"] = p.grad.lerp(state.get("mean", p.grad), 0.9)
+    return state["mean"]
+
+
+def test_state_is_counted_by_tensors_of_the_parameters_shape_in_the_group_that_keeps_most() -> None:
+    one, other = parameters((4, 4), (4,))
+    assert state_tensors_of(made("Plain", counted_in_a_tensor)([one])) == 1
+    assert state_tensors_of(torch.optim.Adam([{"params": [one]}, {"params": [other], "amsgrad": True}])) == 3
 
 
 def test_state_is_counted_without_a_step_of_the_optimizer() -> None:

@@ -12,8 +12,10 @@ from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.casting import Reader, readers_of, why_not_cast
 from lightning_zero.shards.units import (
     fill_buckets,
+    find_blocks,
     find_units,
     merge_small,
+    renamed,
     too_small_to_shard,
     whole_model,
 )
@@ -67,6 +69,22 @@ def test_every_parameter_is_in_exactly_one_unit() -> None:
             assert sorted(found) == sorted({id(parameter) for parameter in model.parameters()})
 
 
+def test_a_block_that_stands_at_two_places_is_named_by_the_first() -> None:
+    block = Block()
+    model = nn.ModuleDict({"first": nn.ModuleList([block]), "second": nn.ModuleList([block, Block()])})
+    assert list(find_blocks(model, (Block,), "modules")) == ["first.0", "second.1"]
+
+
+def test_a_compiled_model_is_named_and_versioned_as_the_one_that_was_written() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    compiled = nn.Sequential(plain[0], torch.compile(plain[1]))
+    assert list(compiled.state_dict()) != list(plain.state_dict())
+    state = renamed(compiled.state_dict())
+    assert list(state) == list(plain.state_dict())
+    assert state._metadata["1"] == plain.state_dict()._metadata["1"] == {"version": 2}  # type: ignore[attr-defined]
+    assert names(find_units(compiled, None)) == ["0", "1"]
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 240))
 def test_small_neighbours_become_one_unit_up_to_a_size(widths: list[int], nbytes: int) -> None:
     specs = find_units(nn.Sequential(*[nn.Linear(width, 1, bias=False) for width in widths]), None)
@@ -101,6 +119,8 @@ def test_of_what_would_be_gathered_longest_the_smallest_stays_whole_first() -> N
     specs = find_units(Around(64, Around(4, nn.ModuleList([Block(), Block()]))), None)
     assert names(specs) == ["", "inside", "inside.inside.0", "inside.inside.1"]
     assert names(too_small_to_shard(specs, 100)) == ["inside"]
+    assert names(too_small_to_shard(specs, 4 * 4)) == ["inside"], "it may take all that there is room for"
+    assert names(too_small_to_shard(specs, 4 * 4 - 1)) == []
 
 
 class Wide(nn.Module):

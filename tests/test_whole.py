@@ -298,22 +298,85 @@ def example_gpt(**sizes: int) -> nn.Module:
     return GPT(**sizes)
 
 
+def dealt(comm: Comm, tensors: list[Tensor]) -> tuple[list[int | None], Imbalance | None]:
+    """Returns the stepper of each of them."""
+    model = nn.ParameterList(tensors)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = Engine(model, [optimizer], stage=1, comm=comm, options=Options(granularity="tensor"))
+    steppers = [slot.stepper for slot in map(slot_of, model.parameters()) if slot is not None]
+    engine.close()
+    return steppers, engine.regrouping.imbalance
+
+
 def test_tensors_are_dealt_by_bytes_and_work_and_what_is_uneven_is_told() -> None:
     """A long vector takes the bytes of both matrices, and next to none of the work: each rank gets one of these."""
 
     def run(comm: Comm) -> tuple[list[int | None], Imbalance | None]:
-        model = nn.ParameterList([torch.zeros(8192), torch.zeros(64, 64), torch.zeros(64, 64)])
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        engine = Engine(model, [optimizer], stage=1, comm=comm, options=Options(granularity="tensor"))
-        steppers = [slot.stepper for slot in map(slot_of, model.parameters()) if slot is not None]
-        engine.close()
-        return steppers, engine.regrouping.imbalance
+        return dealt(comm, [torch.zeros(8192), torch.zeros(64, 64), torch.zeros(64, 64)])
 
     for (of_vector, *of_matrices), imbalance in ThreadWorld(2).run(run):
         assert sorted(of_matrices) == [0, 1]
         assert of_vector in (0, 1)
         work = 2 * 64**3 + 8192
         assert imbalance == pytest.approx((12288 / 8192 - 1, (64**3 + 8192) * 2 / work - 1))
+
+
+@pytest.mark.parametrize(
+    ("of_one", "of_other"),
+    [
+        pytest.param([torch.zeros(8192)], [torch.zeros(4096)] * 2, id="the largest first"),
+        pytest.param([torch.zeros(8192)], [torch.zeros(8192).bfloat16()] * 2, id="by bytes, not elements"),
+        pytest.param([torch.zeros(64, 64)], [torch.zeros(64, 64)], id="a matrix each"),
+    ],
+)
+def test_what_is_as_much_together_is_dealt_to_one_rank(of_one: list[Tensor], of_other: list[Tensor]) -> None:
+    """A tall matrix, beside these, is as little work as a wide one: it is multiplied by its smaller side."""
+    tall = [torch.zeros(512, 8)] * (of_one[0].dim() - 1)
+
+    def run(comm: Comm) -> list[int | None]:
+        return dealt(comm, [tensor.clone() for tensor in (*of_other, *of_one, *tall)])[0]
+
+    for steppers in ThreadWorld(2).run(run):
+        others, one = {*steppers[: len(of_other)]}, steppers[len(of_other)]
+        assert len(others) == 1
+        assert others != {one}
+
+
+@pytest.mark.parametrize(("tier", "sizes"), [(Tier.DEVICE, [4, 4]), (Tier.HOST, [2] * 4), (Tier.DISK, [4, 4])])
+def test_a_round_has_a_bucket_for_each_rank_and_tensors_of_one_group_where_it_may_be_late(
+    tier: Tier, sizes: list[int], tmp_path: Path
+) -> None:
+    """Of eight tensors in four groups a bucket holds two. What rests on disk is stepped in the user's call."""
+    tiers = {Tier.HOST: Offload("cpu"), Tier.DISK: Offload("nvme", path=tmp_path)}
+
+    def run(comm: Comm) -> list[int]:
+        model = nn.ParameterList([torch.zeros(16, 16) for _ in range(8)])
+        options = Options(granularity="tensor", offload=tiers.get(tier), machine=APART, bucket_bytes=2 * 4 * 16 * 16)
+        engine = Engine(model, [torch.optim.SGD(model.parameters(), 0.1)], stage=2, comm=comm, options=options)
+        slots = [slot for slot in map(slot_of, model.parameters()) if slot is not None]
+        assert len({slot.group for slot in slots}) == 4
+        found = rounds(slots, slots[0].group.setting, is_lazy=True)
+        engine.close()
+        return [len(run) for run in found]
+
+    assert ThreadWorld(2).run(run) == [sizes] * 2
+
+
+def test_what_travels_for_a_step_of_a_whole_tensor_is_booked_and_let_go_of() -> None:
+    def run(comm: Comm) -> tuple[int, int]:
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        engine = Engine(model, [optimizer], stage=1, comm=comm, options=Options(granularity="tensor"))
+        model(torch.ones(2, 64)).sum().backward()
+        engine.ledger.peak[Category.GATHERED] = 0
+        optimizer.step()
+        found = engine.ledger.peak[Category.GATHERED], engine.ledger.live[Category.GATHERED]
+        engine.close()
+        return found
+
+    nbytes = 4 * 64 * 64
+    # The stepper has what came, and value and gradient in one piece; the other rank what it has sent of both.
+    assert ThreadWorld(2).run(run) == [(4 * nbytes, 0), (2 * nbytes // 2, 0)]
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**25, 2**20])
