@@ -68,6 +68,7 @@ OTHERS = {
     "_strip_protocol": "fsspec: a path without the name of its file system",
     "_getframe": "Python: who calls, where a hook does not say it",
     "_init_weights": "transformers: a model computes what no file has of it",
+    "_keys_to_ignore_on_load_unexpected": "transformers: a model names what older files have and it does not need",
     "_target_": "Hydra: the class that a config names",
     "_return_value": "Hydra: what a job has returned, also where it has failed",
     "BasicLauncherConf": "Hydra: whether a launcher is the default one",
