@@ -1,13 +1,15 @@
 """Weights of safetensors files in models under Trainer, and their memory; called on real ranks."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import construction_jobs
 from construction_jobs import Wide, few_bytes, measuring_peak, warmed
@@ -15,7 +17,21 @@ from jobs import Classifier, loader, state_of, trainer
 from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.pretrained import load_pretrained
+from lightning_zero.run.pretrained_files import PretrainedTensor
 from lightning_zero.wire.comm import Comm
+
+
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Counts what each rank that is a thread reads of files from now on."""
+    read: dict[int, int] = {}
+    fill = PretrainedTensor._fill
+
+    def count(self: PretrainedTensor, flat: Tensor) -> Tensor:
+        read[threading.get_ident()] = read.get(threading.get_ident(), 0) + flat.nbytes
+        return fill(self, flat)
+
+    monkeypatch.setattr(PretrainedTensor, "_fill", count)
+    return read
 
 
 class OnMeta(construction_jobs.Inside):

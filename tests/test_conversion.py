@@ -3,7 +3,6 @@
 
 import io
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import pretrained_jobs
 from compare import assert_same_bits
 from lightning_zero.run import conversion
 from lightning_zero.run.construction import constructing
-from lightning_zero.run.conversion import Strung
+from lightning_zero.run.conversion import Joined
 from lightning_zero.run.engine import Engine
 from lightning_zero.run.pretrained import Left, load_pretrained
 from lightning_zero.run.pretrained_files import PretrainedTensor
@@ -117,14 +117,7 @@ def test_a_published_model_is_what_from_pretrained_makes_of_its_file(kind: str, 
 def test_of_stacked_experts_every_rank_reads_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(mixtral, tmp_path)
     nbytes = sum(parameter.nbytes for parameter in mixtral().parameters())
-    read: dict[int, int] = {}
-    fill = PretrainedTensor._fill
-
-    def count(self: PretrainedTensor, flat: Tensor) -> Tensor:
-        read[threading.get_ident()] = read.get(threading.get_ident(), 0) + flat.nbytes
-        return fill(self, flat)
-
-    monkeypatch.setattr(PretrainedTensor, "_fill", count)
+    read = pretrained_jobs.bytes_read(monkeypatch)
     load(mixtral, tmp_path, world=2)
     assert sum(read.values()) == pytest.approx(nbytes, rel=0.01)  # a row more where one is cut
     assert max(read.values()) < 0.51 * nbytes
@@ -147,20 +140,20 @@ def test_of_what_is_converted_whole_one_is_in_memory_at_a_time(tmp_path: Path, m
     assert len(converted) == len({*converted}) == 4
 
 
-def test_a_range_of_a_strung_tensor_is_read_from_those_that_it_lies_in() -> None:
+def test_a_range_of_a_joined_tensor_is_read_from_those_that_it_lies_in() -> None:
     values = [torch.arange(6.0).view(2, 3), 10 + torch.arange(9.0).view(3, 3), 20 + torch.arange(6.0).view(2, 3)]
     files = [
         PretrainedTensor(str(at), tuple(it.shape), it.dtype, ("file", 0), io.BytesIO(it.numpy().tobytes()))
         for at, it in enumerate(values)
     ]
-    strung = conversion._concatenated([Strung.of(file) for file in files], 0)
-    assert strung is not None
+    joined = conversion._concatenated([Joined.of(file) for file in files], 0)
+    assert joined is not None
     whole = torch.cat(values)
-    assert strung.whole().equal(whole)
+    assert joined.whole().equal(whole)
     for start in range(21):
         for stop in range(start, 22):
             into = torch.full((stop - start,), -1.0)
-            strung.read(Extent.of_whole("it", strung.shape, start, stop), into)
+            joined.read(Extent.of_whole("it", joined.shape, start, stop), into)
             assert into.equal(whole.view(-1)[start:stop])
 
 
@@ -169,15 +162,15 @@ def test_stacks_that_are_concatenated_take_turns(dim: int) -> None:
     values = [torch.randn(2, 3, 4) for _ in range(2)]
     stacks = []
     for stack in values:
-        parts = [Strung.of(PretrainedTensor("x", (3, 4), it.dtype, ("file", 0), io.BytesIO(it.numpy().tobytes())))
+        parts = [Joined.of(PretrainedTensor("x", (3, 4), it.dtype, ("file", 0), io.BytesIO(it.numpy().tobytes())))
                  for it in stack]  # fmt: skip
         stacks.append(conversion._stacked(parts))
-    strung = conversion._concatenated([stack for stack in stacks if stack is not None], dim)
+    joined = conversion._concatenated([stack for stack in stacks if stack is not None], dim)
     if dim == 2:  # rows take turns there, which are no tensors of the files
-        assert strung is None
+        assert joined is None
     else:
-        assert strung is not None
-        assert strung.whole().equal(torch.cat(values, dim))
+        assert joined is not None
+        assert joined.whole().equal(torch.cat(values, dim))
 
 
 def test_files_without_the_head_are_loaded_into_a_model_with_one(tmp_path: Path) -> None:

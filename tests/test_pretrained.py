@@ -2,7 +2,6 @@
 
 import io
 import json
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -320,14 +319,7 @@ def test_r36_every_rank_reads_its_part_of_the_file(tmp_path: Path, monkeypatch: 
     model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    read: dict[int, int] = {}
-    fill = PretrainedTensor._fill
-
-    def count(self: PretrainedTensor, flat: Tensor) -> Tensor:
-        read[threading.get_ident()] = read.get(threading.get_ident(), 0) + flat.nbytes
-        return fill(self, flat)
-
-    monkeypatch.setattr(PretrainedTensor, "_fill", count)
+    read = pretrained_jobs.bytes_read(monkeypatch)
 
     def build(comm: Comm) -> None:
         with constructing(stage=3, comm=comm) as construction:

@@ -265,8 +265,8 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
 
         Args:
             path: a ``.safetensors`` file, or a folder of Hugging Face's.
-            module: whose `state_dict` has the names in the files, or a model of transformers, which are converted as
-                its `from_pretrained` does; the LightningModule by default.
+            module: whose `state_dict` has the names in the files, or a model of transformers, for which they are
+                converted as its `from_pretrained` does; the LightningModule by default.
             rename: called with each name in the files; returns the module's, or None to leave the tensor out.
             strict: raise an error for tensors that are missing in the files or in the module. Otherwise warn.
 

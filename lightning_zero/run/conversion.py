@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_zero.device import HOST
-from lightning_zero.run.pretrained_files import PretrainedTensor
+from lightning_zero.run.pretrained_files import InFile, PretrainedTensor
 from lightning_zero.shards.extents import Extent
-from lightning_zero.views.lazy import Stored
 
 _LOADING = "transformers.core_model_loading"  # since transformers 5
 _MODELS = "transformers.modeling_utils"
@@ -44,16 +42,15 @@ class _Run(NamedTuple):
 
 
 @final
-class Strung(Stored):
-    """A tensor whose elements, in C order, are `runs` of others."""
+class Joined(InFile):
+    """A tensor whose elements, in C order, are `runs` of others, joined."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, runs: Sequence[_Run]) -> None:
-        super().__init__(name, shape, dtype)
+        super().__init__(name, shape, dtype, runs[0].tensor.place)
         self.runs = runs
-        self.place = runs[0].tensor.place
 
     @classmethod
-    def of(cls, tensor: PretrainedTensor) -> "Strung":
+    def of(cls, tensor: PretrainedTensor) -> "Joined":
         return cls(tensor.name, tensor.shape, tensor.dtype, [_Run(tensor, 0, math.prod(tensor.shape))])
 
     def read(self, extent: Extent, into: Tensor) -> None:
@@ -66,33 +63,22 @@ class Strung(Stored):
                 tensor.read(part, into[low - extent.start : high - extent.start])
             begin += numel
 
-    def whole(self) -> Tensor:
-        made = torch.empty(self.shape, dtype=self.dtype, device=HOST)
-        self.read(Extent.of_whole(self.name, self.shape), made.view(-1))
-        return made
-
 
 @final
-class Converted(Stored):
+class Converted(InFile):
     """A tensor that transformers makes of others, which it needs whole."""
 
     def __init__(self, name: str, shape: tuple[int, ...], made_by: "_Converter") -> None:
-        super().__init__(name, shape, made_by.dtype)
+        first = made_by.first
+        super().__init__(name, shape, first.dtype, first.place)
         self._made_by = made_by
-        self.place = made_by.place
 
     def read(self, extent: Extent, into: Tensor) -> None:
-        into.copy_(self.whole().view(-1)[extent.start : extent.stop])
-
-    def whole(self) -> Tensor:
         made = self._made_by.convert()[self.name]
         if tuple(made.shape) != self.shape:
             told = f"{self.name!r} is {self.shape} in the module"
             raise RuntimeError(f"{told}, and transformers makes {tuple(made.shape)} of what is in the files")
-        return made
-
-
-InFile = PretrainedTensor | Strung | Converted
+        into.copy_(made.view(-1)[extent.start : extent.stop])
 
 
 @final
@@ -120,12 +106,11 @@ class Conversion:
         converters: dict[str, _Converter] = {}
         latest: dict[str, dict[str, Tensor]] = {}
         for name in sorted(files, key=self._loading.dot_natural_key):  # in which order experts are stacked
-            target, pattern = self._target_of(name)
-            if pattern is None:
+            target, converter, pattern = self._target_of(name)
+            if converter is None:
                 found.setdefault(target, files[name])
                 continue
             if target not in converters:
-                converter = next(each for each in self._converters if pattern in each.source_patterns)
                 converters[target] = _Converter(target, converter, self._model, latest)
             converters[target].add(pattern, name, files[name])
         for each in converters.values():
@@ -134,19 +119,21 @@ class Conversion:
             name: tensor for name, tensor in found.items() if name in self._shapes or not self._is_passed_over(name)
         }
 
-    def _target_of(self, name: str) -> tuple[str, str | None]:
-        """Returns the name in the model, and if the tensor is converted, the pattern by which it is known."""
-        target, pattern = name, None
+    def _target_of(self, name: str) -> tuple[str, Any, str]:
+        """Returns the name in the model, and if the tensor is converted, the converter and the pattern by which that
+        knows it."""
+        target, knows, pattern = name, None, ""
         for renaming in self._renamings:
             target, _ = renaming.rename_source_key(target)
         for converter in self._converters:
-            target, pattern = converter.rename_source_key(target)
-            if pattern is not None:
+            target, found = converter.rename_source_key(target)
+            if found is not None:
+                knows, pattern = converter, found
                 break
         target = self._with_prefix(target)
         if target not in self._shapes and (as_is := self._with_prefix(name)) in self._shapes:
-            return as_is, None
-        return target, pattern
+            return as_is, None, ""
+        return target, knows, pattern
 
     def _with_prefix(self, name: str) -> str:
         """Adds or takes away the name of the base model, where the files are of a model with or without a head."""
@@ -175,23 +162,15 @@ class _Converter:
         self._sources[pattern][name] = tensor
 
     @property
-    def _tensors(self) -> list[PretrainedTensor]:
-        return [tensor for sources in self._sources.values() for tensor in sources.values()]
-
-    @property
-    def place(self) -> tuple[str, int]:
-        return self._tensors[0].place
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensors[0].dtype
+    def first(self) -> PretrainedTensor:
+        return next(tensor for sources in self._sources.values() for tensor in sources.values())
 
     def made(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, InFile]:
         """Returns what is made, by name. Where it has to be made whole, it has the shape that the model wants."""
         names = self._names(shapes)
-        strung = self._string()
-        if strung is not None and len(strung) == len(names):
-            return {name: Strung(name, it.shape, it.dtype, it.runs) for name, it in zip(names, strung, strict=True)}
+        joined = self._join()
+        if joined is not None and len(joined) == len(names):
+            return {name: Joined(name, it.shape, it.dtype, it.runs) for name, it in zip(names, joined, strict=True)}
         return {name: Converted(name, shapes[name], self) for name in names if name in shapes}
 
     def _names(self, known: Collection[str]) -> list[str]:
@@ -213,40 +192,42 @@ class _Converter:
             self._latest[self._target] = {name: it.contiguous() for name, it in plain.items()}
         return self._latest[self._target]
 
-    def _string(self) -> list[Strung] | None:
+    def _join(self) -> list[Joined] | None:
         """Returns what is made as runs of what is in the files; None if it is none."""
         patterns = [pattern for pattern in self._converter.source_patterns if pattern in self._sources]
-        values = [[Strung.of(tensor) for tensor in self._sources[pattern].values()] for pattern in patterns]
+        values = [[Joined.of(tensor) for tensor in self._sources[pattern].values()] for pattern in patterns]
         for operation in self._converter.operations:
             match type(operation).__name__, operation:
                 case "MergeModulelist", merge if merge.dim == 0:
-                    strung = [_stacked(tensors) for tensors in values]
+                    joined = [_stacked(tensors) for tensors in values]
                 case "Concatenate", concatenate:
-                    strung = [_concatenated([tensor for tensors in values for tensor in tensors], concatenate.dim)]
-                case "Chunk", chunk if chunk.dim == 0 and not getattr(chunk, "num_shards_attribute", None):
-                    strung = _chunked(values[0][0], len(self._converter.target_patterns))
+                    joined = [_concatenated([tensor for tensors in values for tensor in tensors], concatenate.dim)]
+                case "Chunk", chunk if (
+                    chunk.dim == 0 and len(values) == 1 and not getattr(chunk, "num_shards_attribute", None)
+                ):
+                    joined = _chunked(values[0][0], len(self._converter.target_patterns))
                 case _:
                     return None
-            values = [[it] for it in strung if it is not None]
-            if len(values) < len(strung):
+            values = [[it] for it in joined if it is not None]
+            if len(values) < len(joined):
                 return None
         return [tensor for tensors in values for tensor in tensors]
 
 
-def _is_one_kind(tensors: Sequence[Strung], dim: int | None = None) -> bool:
+def _is_one_kind(tensors: Sequence[Joined], dim: int | None = None) -> bool:
     """Whether all have one dtype and one shape, but for the size of `dim`."""
     kinds = {(it.dtype, tuple(size for at, size in enumerate(it.shape) if at != dim)) for it in tensors}
     return len(kinds) == 1
 
 
-def _stacked(tensors: Sequence[Strung]) -> Strung | None:
+def _stacked(tensors: Sequence[Joined]) -> Joined | None:
     if not _is_one_kind(tensors):
         return None
     first, runs = tensors[0], [run for tensor in tensors for run in tensor.runs]
-    return Strung(first.name, (len(tensors), *first.shape), first.dtype, runs)
+    return Joined(first.name, (len(tensors), *first.shape), first.dtype, runs)
 
 
-def _concatenated(tensors: Sequence[Strung], dim: int) -> Strung | None:
+def _concatenated(tensors: Sequence[Joined], dim: int) -> Joined | None:
     """Concatenates along `dim`. In C order, the tensors take turns with each index of the dimensions before."""
     turns = math.prod(tensors[0].shape[:dim])
     if not _is_one_kind(tensors, dim) or any(len(tensor.runs) % turns for tensor in tensors):
@@ -260,13 +241,13 @@ def _concatenated(tensors: Sequence[Strung], dim: int) -> Strung | None:
     ]
     shape = list(tensors[0].shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return Strung(tensors[0].name, tuple(shape), tensors[0].dtype, runs)
+    return Joined(tensors[0].name, tuple(shape), tensors[0].dtype, runs)
 
 
-def _chunked(tensor: Strung, number: int) -> list[Strung | None]:
+def _chunked(tensor: Joined, number: int) -> list[Joined | None]:
     """Cuts a tensor along its first dimension, evenly."""
     if len(tensor.runs) > 1 or tensor.shape[0] % number:
         return [None]
     (source, start, numel), shape = tensor.runs[0], (tensor.shape[0] // number, *tensor.shape[1:])
     bounds = accumulate([numel // number] * number, initial=start)
-    return [Strung(tensor.name, shape, tensor.dtype, [_Run(source, at, stop - at)]) for at, stop in pairwise(bounds)]
+    return [Joined(tensor.name, shape, tensor.dtype, [_Run(source, at, stop - at)]) for at, stop in pairwise(bounds)]

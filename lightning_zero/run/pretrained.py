@@ -18,9 +18,9 @@ from torch.nn import Module, Parameter
 from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.device import HOST
 from lightning_zero.run.construction import Construction, parameter_like
-from lightning_zero.run.conversion import Conversion, InFile
+from lightning_zero.run.conversion import Conversion
 from lightning_zero.run.engine import Engine
-from lightning_zero.run.pretrained_files import PretrainedTensor, open_all
+from lightning_zero.run.pretrained_files import InFile, PretrainedTensor, open_all
 from lightning_zero.shards.units import as_written
 from lightning_zero.torch_private import buffers_in, edits_of, saved_tensors_in
 from lightning_zero.views.lazy import LazyTensor

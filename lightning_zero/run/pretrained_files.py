@@ -26,15 +26,33 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CHUNK_BYTES = 1 << 20  # converted to another dtype or device at a time
 
 
+class InFile(Stored):
+    """A tensor that is in a file, or is made of such."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int]) -> None:
+        super().__init__(name, shape, dtype)
+        self.place = place  # path of the file, offset in bytes; of several, the first
+
+    def whole(self) -> Tensor:
+        return self.for_loading(torch.empty(self.shape, dtype=self.dtype, device=HOST))
+
+    def for_loading(self, target: Tensor) -> Tensor:
+        """Reads into `target` itself if that is contiguous, so that the tensor is not in memory twice."""
+        into = target.detach()
+        if not into.is_contiguous():
+            return self.whole()
+        self.read(Extent.of_whole(self.name, self.shape), into.view(-1))
+        return target
+
+
 @final
-class PretrainedTensor(Stored):
+class PretrainedTensor(InFile):
     """A tensor in a safetensors file."""
 
     def __init__(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: tuple[str, int], stream: IO[bytes]
     ) -> None:
-        super().__init__(name, shape, dtype)
-        self.place = place  # path of the file, offset in bytes
+        super().__init__(name, shape, dtype, place)
         self._stream = stream
 
     def read(self, extent: Extent, into: Tensor) -> None:
@@ -49,17 +67,6 @@ class PretrainedTensor(Stored):
         if flat.numel():
             fill(flat.view(torch.uint8).numpy().data, self._stream, f"{self.place[0]} ends within {self.name!r}.")
         return flat
-
-    def whole(self) -> Tensor:
-        return self.for_loading(torch.empty(self.shape, dtype=self.dtype, device=HOST))
-
-    def for_loading(self, target: Tensor) -> Tensor:
-        """Reads into `target` itself if that is contiguous, so that the tensor is not in memory twice."""
-        into = target.detach()
-        if not into.is_contiguous():
-            return self.whole()
-        self.read(Extent.of_whole(self.name, self.shape), into.view(-1))
-        return target
 
 
 def open_all(place: Folder, opened: ExitStack) -> dict[str, PretrainedTensor]:
