@@ -249,16 +249,19 @@ def train_tower(
     then: Callable[[nn.Module], None] = lambda _: None,
     *,
     stage: int,
+    before: Callable[[nn.Module], None] = lambda _: None,
+    autocast: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Tensor], int]:
-    """Weights in the end, and bytes gathered in the last step. `then` happens after each backward."""
+    """Weights in the end, and bytes gathered in the last step. `before` happens before each backward, `then` after."""
     model = copy.deepcopy(start)
     optimizer = make(model.parameters())
     engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(**options))
     for batch in BATCHES:
         comm.bytes_sent.clear()
-        with engine.forward():
-            loss = model(batch).square().sum()
+        with engine.forward(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(batch).float().square().sum()
+        before(model)
         with engine.backward():
             loss.backward()
         then(model)
@@ -311,6 +314,107 @@ def test_a_second_backward_before_the_step_is_refused(stage: int) -> None:
     act = functools.partial(train_tower, start=Tower(), make=torch.optim.AdamW, then=pass_again, stage=stage)
     with pytest.raises(RuntimeError, match=r"nothing left for a second backward: .* has been stepped, and optimizer"):
         ThreadWorld(2).run(functools.partial(act, step_in_backward=True))
+
+
+KEPT: list[Any] = []  # what user code looks at and does not let go of
+
+
+def keep_views(model: nn.Module) -> None:
+    KEPT.extend(parameter.view(-1) for parameter in model.parameters())
+
+
+def measure(model: nn.Module) -> None:
+    KEPT.extend(parameter.detach().norm() for parameter in model.parameters())
+
+
+def reach_data(model: nn.Module) -> None:
+    KEPT.extend(parameter.data for parameter in model.parameters())
+
+
+@torch.no_grad()
+def halve(model: nn.Module) -> None:
+    """Where autograd does not refuse it: backward needs the weights of layers above the first."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("0.") or name.endswith("bias"):
+            parameter.mul_(0.5)
+
+
+@torch.no_grad()
+def halve_views(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.view(-1)[1:].mul_(0.5)
+
+
+def assign_halves(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("use", [keep_views, measure, reach_data, halve, halve_views, assign_halves])
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_read_and_edited_before_backward_leaves_its_steps_as_they_are(
+    world: int, stage: int, autocast: bool, offloads: bool, use: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    start, trained = Tower(), {}
+    offload = at("optimizer on the host", tmp_path) if offloads else None
+    how = {"stage": stage, "bucket_bytes": 1024, "autocast": autocast, "offload": offload, "before": use}
+    for is_early in (False, True):
+        act = functools.partial(train_tower, start=start, make=torch.optim.AdamW, step_in_backward=is_early, **how)
+        trained[is_early] = act(LocalComm())[0] if world == 1 else ThreadWorld(2).run(act)[0][0]
+        KEPT.clear()
+    assert_same_bits(trained[True], trained[False])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_hooks_that_read_weights_in_backward_leave_its_steps_as_they_are(stage: int, autocast: bool) -> None:
+    def read_in_backward(model: nn.Module) -> None:
+        def read(_: Tensor) -> None:
+            handle.remove()
+            measure(model)
+            keep_views(model)
+
+        handle = next(model.parameters()).register_hook(read)
+
+    start, trained = Tower(), {}
+    how = {"stage": stage, "bucket_bytes": 1024, "autocast": autocast, "before": read_in_backward}
+    for is_early in (False, True):
+        act = functools.partial(train_tower, start=start, make=torch.optim.AdamW, step_in_backward=is_early, **how)
+        trained[is_early] = ThreadWorld(2).run(act)[0][0]
+        KEPT.clear()
+    assert_same_bits(trained[True], trained[False])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_edits_after_a_backward_that_failed_half_way_are_kept(stage: int) -> None:
+    def act(comm: Comm) -> dict[str, Tensor]:
+        model = Tower()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = Options(bucket_bytes=1024, step_in_backward=True)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=options)
+
+        def fail(_: Tensor) -> None:
+            keep_views(model)  # of layers that have been stepped, too
+            raise ArithmeticError
+
+        model[0].weight.register_hook(fail)
+        with engine.forward():
+            loss = model(BATCHES[0]).sum()
+        with pytest.raises(ArithmeticError), engine.backward():
+            loss.backward()
+        for parameter in model.parameters():
+            parameter.data.view(-1).fill_(0.5)  # through views: only the next boundary takes the edits over
+        with engine.full_parameters():
+            weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        engine.close()
+        return weights
+
+    for weights in ThreadWorld(2).run(act):
+        assert all((values == 0.5).all() for values in weights.values())
+    KEPT.clear()
 
 
 @pytest.mark.parametrize("bucket_bytes", [None, 2 * WIDTH * WIDTH])

@@ -119,10 +119,10 @@ class Engine:
         journal, notices = Journal(), Notices()
         watch = Watch(self.groups)
         cache = UnitCache(made.units, made.arena, 1 + self.options.prefetch, interception, watch)
-        stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices)
+        lasting = LastingLoans(cache, watch)
+        stepping = Stepping(module, optimizers, self.parts, self.options, interception, journal, notices, lasting)
         overlap, in_backward = self.options.overlap, stepping.in_backward
         reductions = Reductions(made, comm, overlap, interception, in_backward, notices)
-        lasting = LastingLoans(cache, watch)
         self.runner = Runner(setting, self.groups, cache, reductions, stepping, lasting, interception, journal)
         saved = SavedParameters(cache, lasting, self.runner)
         self.loans = Loans(self.groups, cache, lasting, self.runner, saved)

@@ -49,6 +49,7 @@ class LastingLoans:
         self._copies: dict[ShardGroup, _Copy] = {}
         self._in_blocks: dict[ShardGroup, Tensor] = {}  # those of them that recomputing blocks have read in this pass
         self._held: dict[Unit, None] = {}  # lent units, of whose values user code may hold views
+        self._stepped: set[ShardGroup] = set()  # by the backward that runs: what is gathered of them may be older
         self._has_kept = False  # edits since the last boundary, which can be told from the loans no more
         self.gradients: dict[Slot, Tensor] = {}  # lent whole gradients, of which user code may hold views
         self._edits: dict[Slot, int] = {}  # of these, when they were lent
@@ -240,6 +241,7 @@ class LastingLoans:
     def end_all(self) -> None:
         """Ends all loans at a boundary, and keeps the edits that were made meanwhile."""
         self._has_kept = False
+        self._stepped.clear()  # by a backward that has failed: users may have put all values right since
         with torch.no_grad(), no_interception():
             self.take_back_gradients()
             self.watch.keep_edits()
@@ -261,6 +263,25 @@ class LastingLoans:
                 self._take_back_unit(unit)
             if unit is not None:
                 self._cache.discard(self._cache.numbers[unit])
+
+    def end_before_step(self, groups: Iterable[ShardGroup]) -> None:
+        """Ends the loans of groups that are about to be stepped in the middle of a backward, and keeps edits: at the
+        boundary the values of before the step would pass for edits. What recomputing blocks have read stays theirs."""
+        with torch.no_grad(), no_interception():
+            for group in groups:
+                self.watch.keep_edits_of(group)
+                if group in self._copies:
+                    self._take_back_declared(group)
+                unit = self._cache.unit_of(group)
+                if unit in self._held:
+                    self._take_back_unit(unit)
+                self.watch.forget(group)
+                self._stepped.add(group)
+
+    def drop_after_step(self) -> None:
+        """Drops what was lent of groups since a backward has stepped them: older values, which would pass for edits."""
+        self.drop(self._stepped)
+        self._stepped.clear()
 
     def drop(self, groups: Iterable[ShardGroup]) -> None:
         """Ends the loans of groups, and keeps no edits."""
@@ -286,7 +307,7 @@ class LastingLoans:
 
     def _take_back_unit(self, unit: Unit) -> None:
         for group in unit.groups:
-            if not group.kind.upcasts and group.full_param is not None:
+            if not group.kind.upcasts and group.full_param is not None and group not in self._stepped:
                 group.edits.adopt_assigned()
                 group.edits.keep_lent(group.full_param)
         del self._held[unit]

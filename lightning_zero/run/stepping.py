@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_zero.run.calls import StepCalls
 from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
 from lightning_zero.run.journal import Journal
+from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.setup import Setup
@@ -46,8 +47,10 @@ class Stepping:
         interception: Interception,
         journal: Journal,
         notices: Notices,
+        lasting: LastingLoans,
     ) -> None:
         setting, made = parts.setting, parts.assembly
+        self._lasting = lasting
         self._interception = interception
         self._journal = journal
         offloads = options.offload is not None
@@ -127,12 +130,14 @@ class Stepping:
             raise nothing_left_for(
                 f"a second backward: {again.name} has been stepped, and optimizer.step() has not returned since"
             )
+        self._lasting.end_before_step(groups_of(mine))
         stepper.step_now(mine, self._errors)
         self._in_backward.update(dict.fromkeys(mine))
 
     def publish_stepped_in_backward(self) -> None:
         """Publishes what this backward has stepped, at its end. Collective."""
         groups = groups_of(self._in_backward)
+        self._lasting.drop_after_step()
         self.publish(groups, groups)
         self._tell()
 

@@ -80,12 +80,16 @@ class Watch:
     def keep_edits(self) -> None:
         """Keeps edits of parameters that always have their values, unless a step is to come that overwrites them."""
         for group in self._plain:
-            if group.publish.is_due:
-                continue
-            if group.is_apart:
-                self._keep_edits_apart(group)
-            else:
-                group.edits.adopt_assigned()
+            self.keep_edits_of(group)
+
+    def keep_edits_of(self, group: ShardGroup) -> None:
+        """Does what `keep_edits` does, for one group."""
+        if group.publish.is_due or not group.is_plain:
+            return
+        if group.is_apart:
+            self._keep_edits_apart(group)
+        else:
+            group.edits.adopt_assigned()
 
     def _keep_edits_apart(self, group: ShardGroup) -> None:
         full = group.full_param
