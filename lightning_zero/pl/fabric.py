@@ -27,9 +27,10 @@ from lightning_zero.checkpoint import resume
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
 from lightning_zero.pl.precision import ShardedGradients, SkippedSteps, refuse_in_fabric
+from lightning_zero.pl.ranks import after_meeting
 from lightning_zero.pl.settings import refuse_of_trainers
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl, unwrapped
-from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
+from lightning_zero.pl.sharded_strategy import ShardedStrategy
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
@@ -190,6 +191,31 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
 
+    @override
+    def _engine_of(self, what: Module | Parameter | None) -> Engine:
+        found = [sharded for sharded in self._modules if sharded.has(what)]
+        if len(found) != 1:
+            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
+            raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
+        return found[0].engine
+
+    @property
+    @override
+    def _engines(self) -> list[Engine]:
+        return [sharded.made for sharded in self._modules if sharded.made is not None]
+
+    @property
+    @override
+    def _stepped_in(self) -> dict[Optimizer, Engine]:
+        # A module without optimizers may get some later: no engine is made for it here.
+        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
+
+    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
+        """Returns the optimizers that step a module."""
+        if sharded.made is not None:
+            return sharded.made.optimizers
+        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
+
     # -- steps
 
     @property
@@ -255,33 +281,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         else:
             self._unscale(optimizer)
         return self._stepped_in[optimizer]
-
-    # -- engines
-
-    @override
-    def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        found = [sharded for sharded in self._modules if sharded.has(what)]
-        if len(found) != 1:
-            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
-            raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
-        return found[0].engine
-
-    @property
-    @override
-    def _engines(self) -> list[Engine]:
-        return [sharded.made for sharded in self._modules if sharded.made is not None]
-
-    @property
-    @override
-    def _stepped_in(self) -> dict[Optimizer, Engine]:
-        # A module without optimizers may get some later: no engine is made for it here.
-        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
-
-    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
-        """Returns the optimizers that step a module."""
-        if sharded.made is not None:
-            return sharded.made.optimizers
-        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
 
     # -- checkpoints
 

@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_zero import torch_private
+from lightning_zero.distributed_private import local_tensor, set_local_tensor
 from lightning_zero.shards.local import local_of
 from lightning_zero.torch_private import (
     FOREACH_IN_PLACE,
     UNVERSIONED,
     edits_of,
     is_wrapped,
-    local_tensor,
-    set_local_tensor,
     set_tracing_state,
     tracing_state,
     tree_iter,

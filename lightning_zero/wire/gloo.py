@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, can_pin, is_host
-from lightning_zero.torch_private import default_store
+from lightning_zero.distributed_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, in_tree, place_of
 from lightning_zero.wire.exchange import INLINE

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, Late, Limit, has_streams, is_host, on_host
-from lightning_zero.torch_private import find, in_one_launch
+from lightning_zero.distributed_private import in_one_launch
+from lightning_zero.torch_private import find
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
