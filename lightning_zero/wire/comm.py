@@ -301,11 +301,6 @@ class Comm(ABC):
         """Returns the union of all ranks' dictionaries."""
 
 
-def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Returns the group that `rank` is in."""
-    return next(ranks for ranks in groups if rank in ranks)
-
-
 def copy_unless_same(target: Tensor, source: Tensor) -> None:
     """Copies `source` into `target`, unless they are the same memory."""
     if target.data_ptr() != source.data_ptr():
