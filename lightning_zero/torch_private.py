@@ -259,8 +259,7 @@ modules would load old entries wrongly, or not those of other versions. Private:
 def versions_of(state: Any) -> MutableMapping[str, Any] | None:
     """Returns what `VERSIONS` of a `state_dict` has. A plain dictionary has none. Without it checkpoints would lose
     them. Private: `_metadata`."""
-    found: MutableMapping[str, Any] | None = getattr(state, "__dict__", {}).get(VERSIONS)
-    return found
+    return getattr(state, "__dict__", {}).get(VERSIONS)
 
 
 # -- optimizers
@@ -354,8 +353,7 @@ it weights could not be read in a transform. Private: `_functorch`."""
 def scaling_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns what a scaler knows of an optimizer in this step. Only its own methods write it, from the gradients of
     this rank alone. Without it ranks would disagree on whether to step. Private: `_per_optimizer_states`."""
-    found: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
-    return found
+    return scaler._per_optimizer_states[id(optimizer)]
 
 
 # -- files

@@ -128,8 +128,7 @@ class Told(Work):
     @property
     def numbers(self) -> list[int]:
         """Those of all ranks, in rank order, after `wait`."""
-        told: list[int] = self.rows.flatten().tolist()
-        return told
+        return self.rows.flatten().tolist()
 
 
 class Comm(ABC):
@@ -338,8 +337,7 @@ def in_tree(
     core = 1 << (size.bit_length() - 1)
     if rank >= core:
         swap(value, rank - core, False)
-        result: T = swap(None, rank - core, True)
-        return result
+        return swap(None, rank - core, True)
     outside = rank + core if rank + core < size else None
     if outside is not None:
         value = combine(value, swap(None, outside, True))
