@@ -250,9 +250,8 @@ class Interception:
         """Makes the parameters plain ones, or watched. Their values must be there."""
         if group.is_apart or not group.stays_full:  # a unit's masters are other memory than what is gathered
             self._put_class(group, rests=False)
-            return
-        for slot in group.slots:
-            slot.parameter.__class__ = slot.plain_class
+        else:
+            leave(group)
 
     def hide(self, group: ShardGroup) -> None:
         """Makes the parameters borrow their values, until `show`."""
