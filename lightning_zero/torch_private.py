@@ -151,8 +151,7 @@ def hide_behind(pack: Any, outer: Any) -> None:
 
 
 call_after_backward: Callable[[Callable[[], None]], None] = find(
-    torch.autograd.Variable._execution_engine,
-    "queue_callback",
+    torch.autograd.Variable._execution_engine, "queue_callback"
 )
 """Has the backward that runs in this thread call a function when it ends. Hooks know no end. Without it the last
 gradients of a backward that users call themselves would not be reduced. Private: `_execution_engine`; torch's FSDP uses

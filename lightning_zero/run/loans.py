@@ -40,12 +40,7 @@ class Loans(Lender):
     """Lends the values of an engine to user code: for one call, or until the next boundary (`lasting`)."""
 
     def __init__(
-        self,
-        groups: list[ShardGroup],
-        cache: UnitCache,
-        lasting: LastingLoans,
-        runner: Runner,
-        saved: SavedParameters,
+        self, groups: list[ShardGroup], cache: UnitCache, lasting: LastingLoans, runner: Runner, saved: SavedParameters
     ) -> None:
         self.groups = groups
         self.cache = cache
