@@ -1,5 +1,5 @@
 """torch's private interfaces: all that the package uses of torch, and torch has not promised. No other module names
-any.
+any, but `distributed_private` those of `torch.distributed`.
 
 Each has a text: what it is for, why no public way does the same, and what breaks without it. All of them are in torch
 2.11.0, the lowest version that `pyproject.toml` allows, and in 2.13 to 2.15, except where the text says otherwise.
@@ -9,19 +9,15 @@ Where a call of the package itself would cost time (in each call of a module, fo
 here is torch's own function in C++, or an `attrgetter`, and not a function around it.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from operator import attrgetter
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.flop_counter import flop_registry as flop_registry
@@ -111,13 +107,6 @@ each such question would gather a parameter. Private: `_base`, `_backward_hooks`
 below."""
 
 
-def awaited(tensor: Tensor) -> Tensor:
-    """Waits for the collective of torch that makes `tensor`, if there is one, and returns the plain tensor. The public
-    `wait` of DTensors is for those alone. Without it a checkpoint of activations would hold a tensor that is not there
-    yet. Private: `torch.distributed._functional_collectives.AsyncCollectiveTensor`."""
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 tree_iter, tree_leaves = _pytree.tree_iter, _pytree.tree_leaves
 tree_map, tree_map_only = _pytree.tree_map, _pytree.tree_map_only
@@ -162,8 +151,7 @@ def hide_behind(pack: Any, outer: Any) -> None:
 
 
 call_after_backward: Callable[[Callable[[], None]], None] = find(
-    torch.autograd.Variable._execution_engine,
-    "queue_callback",
+    torch.autograd.Variable._execution_engine, "queue_callback"
 )
 """Has the backward that runs in this thread call a function when it ends. Hooks know no end. Without it the last
 gradients of a backward that users call themselves would not be reduced. Private: `_execution_engine`; torch's FSDP uses
@@ -270,8 +258,7 @@ modules would load old entries wrongly, or not those of other versions. Private:
 def versions_of(state: Any) -> MutableMapping[str, Any] | None:
     """Returns what `VERSIONS` of a `state_dict` has. A plain dictionary has none. Without it checkpoints would lose
     them. Private: `_metadata`."""
-    found: MutableMapping[str, Any] | None = getattr(state, "__dict__", {}).get(VERSIONS)
-    return found
+    return getattr(state, "__dict__", {}).get(VERSIONS)
 
 
 # -- optimizers
@@ -365,39 +352,7 @@ it weights could not be read in a transform. Private: `_functorch`."""
 def scaling_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns what a scaler knows of an optimizer in this step. Only its own methods write it, from the gradients of
     this rank alone. Without it ranks would disagree on whether to step. Private: `_per_optimizer_states`."""
-    found: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
-    return found
-
-
-# -- ranks
-
-
-def in_one_launch(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """Inside, asynchronous collectives of a group go to the device together. `batch_isend_irecv` does so for messages.
-    Without it ranks would tell each other what they gather in a launch of its own. Private: `_coalescing_manager`."""
-    return dist._coalescing_manager(group, async_ops=True)
-
-
-default_store: Callable[[], dist.Store] = find(dist.distributed_c10d, "_get_default_store")
-"""Returns the store through which the processes have met. The public `get_group_store` of a group has none where its
-backend is of Python, and another store would need an address. Without it ranks could not tell who is lost, nor agree
-without a collective. Private: `_get_default_store`."""
-
-local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
-"""Returns this rank's part of a DTensor: the tensor that it holds. `to_local` makes a node of a graph or, of a
-parameter, another tensor. Without it optimizers would step a copy. Private: `_local_tensor`."""
-
-
-def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Has a DTensor hold another tensor. Only `from_local` makes them, and anew. Without it a tensor-parallel parameter
-    could not be released. Private: `_local_tensor`."""
-    tensor._local_tensor = local
-
-
-layout_of: Callable[[DTensor], Any] = attrgetter("_spec")
-"""Returns how a DTensor is divided, from which another one can be made: ``DTensor(local, layout, requires_grad=...)``.
-The public `from_local` reads the values, and would gather a gradient in shards. Without it neither gradients nor saved
-values of tensor-parallel parameters could be DTensors. Private: `_spec`."""
+    return scaler._per_optimizer_states[id(optimizer)]
 
 
 # -- files
@@ -410,43 +365,11 @@ def save_to(archive: Any, tree: Any, pickling: Any) -> None:
     torch.serialization._save(tree, archive, pickling, 2, False)
 
 
-def plan_of_all() -> Any:
-    """Returns what has `torch.distributed.checkpoint.load` read all of a checkpoint into its `original_state_dict`. The
-    public `dcp_to_torch_save` reads so, too, but local folders alone, and into a file. Without it only what is known of
-    a checkpoint beforehand could be imported. Private: `_EmptyStateDictLoadPlanner`."""
-    module = importlib.import_module("torch.distributed.checkpoint.default_planner")
-    return find(module, "_EmptyStateDictLoadPlanner")()
-
-
-def remote_reader(url: str) -> Any:
-    """Returns what reads a checkpoint of `torch.distributed.checkpoint` in any file system of fsspec. Torch 2.15 makes
-    it public, and warns of the private one. Without it checkpoints in an object store could not be imported. Private:
-    `torch.distributed.checkpoint._fsspec_filesystem.FsspecReader`."""
-    return _remote_files().FsspecReader(url)
-
-
-def remote_writer(url: str) -> Any:
-    """Returns what writes one there; see `remote_reader`. Without it none could be exported there. Private:
-    `torch.distributed.checkpoint._fsspec_filesystem.FsspecWriter`."""
-    return _remote_files().FsspecWriter(url)
-
-
-def _remote_files() -> Any:
-    try:
-        return importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
-    except ModuleNotFoundError:
-        return importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
-
-
 # -- rehearsals
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Gets every operation of torch below autograd. It has no public name, though torch documents it. Without it nothing
 could be rehearsed. Private: `_python_dispatch`."""
-
-COLLECTIVES = "_c10d_functional"
-"""Namespace of the collectives that DTensor calls, among torch's operations. The public ones are other operations.
-Without it a rehearsal would know neither what they send nor whose memory they return. Private: `_c10d_functional`."""
 
 
 def is_faking() -> bool:
@@ -457,13 +380,3 @@ def is_faking() -> bool:
 
 
 _mode_of, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
-
-
-def leave_imagined_world() -> None:
-    """Ends torch's process group of a world in which nobody else is. What DTensor keeps of its meshes goes, too.
-    Without it a mesh of the next world, equal to one of these, would be given the groups of this one. Private:
-    `_clear_sharding_prop_cache`."""
-    from torch.distributed.tensor import debug
-
-    dist.destroy_process_group()
-    debug._clear_sharding_prop_cache()

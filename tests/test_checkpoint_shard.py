@@ -32,9 +32,9 @@ from lightning_zero.checkpoint.folder import MANIFEST, README, Folder
 from lightning_zero.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest, ShardFile
 from lightning_zero.checkpoint.shard import ShardReader, chunks_of, header_of, read_header, write_shard
 from lightning_zero.checkpoint.spread import SpreadPart
+from lightning_zero.distributed_private import leave_imagined_world
 from lightning_zero.run.engine import Engine
 from lightning_zero.shards.extents import Extent
-from lightning_zero.torch_private import leave_imagined_world
 from lightning_zero.views.lazy import Range
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm

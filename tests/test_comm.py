@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.torch_private import default_store
+from lightning_zero.distributed_private import default_store
 from lightning_zero.wire import native
 from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
 from lightning_zero.wire.gloo import GlooComm

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 
+from lightning_zero.distributed_private import leave_imagined_world
 from lightning_zero.rehearsal import hollow
 from lightning_zero.rehearsal.hollow import SMALL, Hollow, NeedsValuesError
-from lightning_zero.torch_private import leave_imagined_world
 
 LARGE = (256, 1024)  # more than SMALL
 

@@ -120,7 +120,7 @@ def test_what_is_not_a_collective_is_left_alone(source: str) -> None:
 def test_only_wire_names_a_collective(module: Path) -> None:
     result = "torch.distributed._functional_collectives.AsyncCollectiveTensor"  # of one that users have called
     if module.parent.name != "wire":
-        assert collectives_in(module.read_text()) <= ({result} if module.stem == "torch_private" else set())
+        assert collectives_in(module.read_text()) <= ({result} if module.stem == "distributed_private" else set())
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)

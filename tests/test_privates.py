@@ -1,4 +1,5 @@
-"""What the package uses of others that they have not promised: each name stands here, and in one module per package.
+"""What the package uses of others that they have not promised: each name stands here, and in one module per package, or
+two: names of `torch.distributed` have one of their own.
 
 There it has a text: why, since when, what breaks without it. Another name fails here. Look for a public way first;
 where there is none, add it to that module. `make test-floors` and `make test-newest` tell in which versions each is.
@@ -21,7 +22,7 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor, nn
 
 import lightning_zero.pl
-from lightning_zero import torch_private
+from lightning_zero import distributed_private, torch_private
 from lightning_zero.pl import lightning_private, precision, sharded_module
 from lightning_zero.pl.fabric import FabricZeroStrategy
 from lightning_zero.pl.strategy import ZeroStrategy
@@ -34,19 +35,23 @@ TORCH = set(
     """
     _CachedTorchDispatchMode _CachingTorchDispatchMode _checkpoint_internal _get_current_dispatch_mode_stack
     _len_torch_dispatch_stack _pop_mode _push_mode _user_hooks
-    _TorchDispatchModeKey _c10d_functional _clear_sharding_prop_cache _get_dispatch_mode _python_dispatch
+    _TorchDispatchModeKey _get_dispatch_mode _python_dispatch
     _C _apply _autograd _backward_hooks _base _buffers _call_impl _cdata
-    _coalescing_manager _compiled_call_impl _compiler_ctx _current_graph_task_id
-    _DisableFuncTorch _EmptyStateDictLoadPlanner _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
-    _fsspec_filesystem _init_group
-    _functional_collectives _get_default_store _get_tracing_state
-    _is_view _local_tensor _make_wrapper_subclass _metadata
+    _compiled_call_impl _compiler_ctx _current_graph_task_id
+    _DisableFuncTorch _execution_engine _foreach_mul_ _forward_hooks _forward_pre_hooks
+    _get_tracing_state _init_group _is_view _make_wrapper_subclass _metadata
     _non_persistent_buffers_set _optimizer_load_state_dict_post_hooks _optimizer_step_post_hooks
     _optimizer_step_pre_hooks _orig_mod _parameters
     _per_optimizer_states _post_accumulate_grad_hooks
-    _pytree _save _schema _set_tracing_state _spec
+    _pytree _save _schema _set_tracing_state
     _storage_Use_Count _swap_tensor_impl _top_saved_tensors_default_hooks _use_count _version
     _will_engine_execute_node _functorch
+    """.split()
+)
+DISTRIBUTED = set(
+    """
+    _c10d_functional _clear_sharding_prop_cache _coalescing_manager _EmptyStateDictLoadPlanner _fsspec_filesystem
+    _functional_collectives _get_default_store _local_tensor _spec
     """.split()
 )
 LIGHTNING = set(
@@ -58,6 +63,7 @@ LIGHTNING = set(
     _slurm_sigusr_handler_fn _store_dataloader_outputs _TrainingEpochLoop _unwrap_compiled _update_properties
     """.split()
 )
+ALL = TORCH | DISTRIBUTED | LIGHTNING
 # Methods and attributes of Lightning's classes that those over them define: where Lightning looks for them.
 OVERRIDDEN = {
     "_after_closure": "clips where Lightning clips",
@@ -77,6 +83,7 @@ OTHERS = {
 }
 PRIVATE = {
     Path(str(torch_private.__file__)): TORCH,
+    Path(str(distributed_private.__file__)): DISTRIBUTED,
     Path(str(lightning_private.__file__)): LIGHTNING,
 }
 
@@ -99,7 +106,7 @@ def own_names() -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_of_itself(node):
                 found.add(node.attr)
-    return found - TORCH - LIGHTNING
+    return found - ALL
 
 
 def is_of_itself(node: ast.Attribute) -> bool:
@@ -123,8 +130,8 @@ def names_in(nodes: list[ast.AST]) -> dict[str, int]:
             names = [*str(node.module).split("."), *(name.name for name in node.names)]
             names = [name for name in names if is_private(name)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = [part for part in node.value.split(".") if part in TORCH | LIGHTNING]
-        elif isinstance(node, ast.keyword) and node.arg in TORCH | LIGHTNING:
+            names = [part for part in node.value.split(".") if part in ALL]
+        elif isinstance(node, ast.keyword) and node.arg in ALL:
             names = [str(node.arg)]
         found.update(dict.fromkeys(names, getattr(node, "lineno", 0)))
     return found
@@ -202,8 +209,8 @@ def test_what_is_missing_fails_at_import_with_its_name_and_the_versions_that_wer
 def test_what_torch_has_made_public_is_not_asked_for_by_its_old_name(monkeypatch: pytest.MonkeyPatch) -> None:
     warns = "torch.distributed.checkpoint._fsspec_filesystem"  # as it is imported
     monkeypatch.delitem(sys.modules, warns, raising=False)
-    assert type(torch_private.remote_reader("memory://folder")).__name__ == "FsspecReader"
-    assert type(torch_private.remote_writer("memory://folder")).__name__ == "FsspecWriter"
+    assert type(distributed_private.remote_reader("memory://folder")).__name__ == "FsspecReader"
+    assert type(distributed_private.remote_writer("memory://folder")).__name__ == "FsspecWriter"
 
 
 def test_names_that_are_asked_for_where_they_may_be_missing_are_there() -> None:

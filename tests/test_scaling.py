@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
 from lightning_zero.config import Offload
+from lightning_zero.distributed_private import leave_imagined_world
 from lightning_zero.rehearsal.rehearsal import Rehearsal, rehearse
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.torch_private import leave_imagined_world
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, group_of
+from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
+from lightning_zero.wire.worlds import group_of
 from ranks import PATIENCE
 
 T = TypeVar("T")

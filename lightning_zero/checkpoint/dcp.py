@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.folder import CheckpointError, Folder
 from lightning_zero.checkpoint.load import StoredCheckpoint
 from lightning_zero.checkpoint.resume import KEY, PARAMETERS
 from lightning_zero.checkpoint.save import Saver
-from lightning_zero.torch_private import plan_of_all, remote_reader, remote_writer
+from lightning_zero.distributed_private import plan_of_all, remote_reader, remote_writer
 from lightning_zero.wire.local import LocalComm
 
 META = "meta.pt"  # here Lightning's FSDP and ModelParallel strategies put what is neither model nor optimizer

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_zero.distributed_private import local_tensor
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import Box
@@ -15,7 +16,6 @@ from lightning_zero.shards.staging import StateElsewhere
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.array import Array, Part, read_late
-from lightning_zero.torch_private import local_tensor
 from lightning_zero.views.lazy import LazyTensor, Range, Spread, Stored
 from lightning_zero.wire.mesh import Mesh
 

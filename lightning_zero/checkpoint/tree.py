@@ -96,8 +96,7 @@ class _ComposedSource(Source):
     def whole(self) -> Tensor:
         parts, made_by = materialize(self._parts), _class_of_tensors(self._class_name)
         stride = torch.empty(self.shape, device="meta").stride()
-        made: Tensor = made_by.__tensor_unflatten__(parts, self._context, self.shape, stride)
-        return made
+        return made_by.__tensor_unflatten__(parts, self._context, self.shape, stride)
 
 
 def _instance(name: str, of: Any) -> Any:

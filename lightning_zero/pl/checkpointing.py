@@ -341,14 +341,12 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
         if self._keeper is None:
             return
         self._keeper.close_resumed()
+        if self._failure is None:
+            self.finish_saves()
+            return
         try:
-            if self._failure is not None:
-                self._keeper.saver.wait()
-            else:
-                self.finish_saves()
+            self._keeper.saver.wait()
         except (CheckpointError, OSError) as error:
-            if self._failure is None:
-                raise
             log.error("%s", error)  # the error that ended the run is being raised already
 
 

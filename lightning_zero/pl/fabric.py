@@ -8,14 +8,13 @@ One class cannot be the strategy of a Trainer and of Fabric, because Lightning g
 arguments. So `interop` gives Fabric a `FabricZeroStrategy` made from the user's `ZeroStrategy`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, cast
 
-from lightning.fabric.plugins import BitsandbytesPrecision, Precision
-from lightning.fabric.plugins import TransformerEnginePrecision as TransformerEngine
+from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -27,9 +26,11 @@ from typing_extensions import override
 from lightning_zero.checkpoint import resume
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
 from lightning_zero.pl.lightning_private import states_in
-from lightning_zero.pl.precision import ShardedGradients, SkippedSteps
-from lightning_zero.pl.sharded_module import SetUp, ShardedModule, SyncControl, unwrapped
-from lightning_zero.pl.sharded_strategy import ShardedStrategy, after_meeting
+from lightning_zero.pl.precision import ShardedGradients, SkippedSteps, refuse_in_fabric
+from lightning_zero.pl.ranks import after_meeting
+from lightning_zero.pl.settings import refuse_of_trainers
+from lightning_zero.pl.sharded_module import ShardedModule, SyncControl, unwrapped
+from lightning_zero.pl.sharded_strategy import ShardedStrategy
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
@@ -45,11 +46,9 @@ from lightning_zero.wire.mesh import Mesh
 
 
 class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
-    """Strategy of Fabric.
-
-    Every module that is set up has an engine of its own, made as soon as its optimizers are known: by `Fabric.setup`,
-    or in the first forward after `setup_module` and `setup_optimizers`. `Fabric.save` writes a folder of shards, which
-    loads on any number of ranks, and under Fabric's other strategies.
+    """Strategy of Fabric, with an engine for every module that is set up, made as soon as its optimizers are known: by
+    `Fabric.setup`, or in the first forward after `setup_module` and `setup_optimizers`. `Fabric.save` writes a folder
+    of shards, which loads on any number of ranks, and under Fabric's other strategies.
 
     Args:
         of: has the user's arguments.
@@ -64,18 +63,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         of = of or ZeroStrategy(**arguments)
         if isinstance(of.precision_plugin, ShardedGradients):
             raise ValueError("Fabric has its own plugins: write Fabric(plugins=...) in place of precision_plugin=.")
-        if of.checkpoint is not None and of.checkpoint.async_save:
-            raise NotImplementedError(
-                "Checkpoint(async_save=True) is there under a Trainer alone: Fabric does not say when a run ends, and "
-                "nobody would wait for the last save. Leave it out."
-            )
-        if of._settings.options.tensor_parallel_size > 1:
-            raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
-        if of._settings.is_open:
-            raise NotImplementedError(
-                "stage='auto' is there under a Trainer alone, which knows a batch before it trains. Write a stage; "
-                "lightning_zero.rehearse(module, batch, stage, ranks=...) tells what each takes."
-            )
+        refuse_of_trainers(of._settings, of.checkpoint)
         super().__init__(
             accelerator=of.accelerator,
             parallel_devices=of.parallel_devices,
@@ -88,7 +76,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if is_plugin(of.checkpoint_io):
             self.checkpoint_io = of.checkpoint_io
         self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it
-        self._set_up = SetUp()
+        self._modules: list[ShardedModule] = []  # that are set up; users may name modules or optimizers first
+        self._optimizers: list[Optimizer] = []
         self._steps = 0  # of all optimizers
         self._skipped = SkippedSteps(of._settings.max_skipped_steps)
         self._overflows: dict[Optimizer, Overflow] = {}  # of gradients that are unscaled, and not stepped yet
@@ -111,11 +100,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @DDPStrategy.precision.setter  # type: ignore[attr-defined]
     def precision(self, precision: Precision | None) -> None:
-        if isinstance(precision, BitsandbytesPrecision | TransformerEngine):
-            raise ValueError(
-                f"ZeroStrategy does not work with {type(precision).__name__}. Use Fabric(precision=...) with "
-                "'32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
-            )
+        refuse_in_fabric(precision)
         DDPStrategy.precision.fset(self, precision)  # type: ignore[attr-defined]
 
     @property
@@ -146,13 +131,14 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def setup_module(self, module: Module) -> ShardedModule:  # type: ignore[override]
         mesh = Mesh.of(self._ensure_comm(), self._settings.options.replicate_size)
         broadcast_states(module, foreign_parameters(module), mesh)  # users may copy it before the engine is made
-        return self._set_up.wrap(module, self._make_engine)
+        self._modules.append(sharded := ShardedModule(module, self._make_engine))
+        return sharded
 
     @override
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Module, list[Optimizer], Any]:
-        sharded = self._set_up.wrap(module, self._make_engine)
+        self._modules.append(sharded := ShardedModule(module, self._make_engine))
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
         _ = sharded.engine  # made here, where all ranks are, and not in the first forward
@@ -171,10 +157,10 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
                 f"{type(optimizer).__name__} moves weights in train() and eval(), which Fabric calls on a copy of it "
                 "that knows nothing of shards. Use a Trainer, or stage=0."
             )
-        for sharded in self._set_up.modules:
+        for sharded in self._modules:
             if sharded.made is not None and sharded.is_stepped_by(optimizer):
                 self._discard_engine(sharded)
-        self._set_up.optimizers.append(optimizer)
+        self._optimizers.append(optimizer)
         return optimizer
 
     def _discard_engine(self, sharded: ShardedModule) -> None:
@@ -194,8 +180,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         sharded.made = None
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
-        optimizers = self._set_up.optimizers_of(sharded)
-        builder, number = "fabric.init_module()", self._set_up.modules.index(sharded)
+        optimizers = self._optimizers_of(sharded)
+        builder, number = "fabric.init_module()", self._modules.index(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, builder, number=number)
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
@@ -204,6 +190,31 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
+
+    @override
+    def _engine_of(self, what: Module | Parameter | None) -> Engine:
+        found = [sharded for sharded in self._modules if sharded.has(what)]
+        if len(found) != 1:
+            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
+            raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
+        return found[0].engine
+
+    @property
+    @override
+    def _engines(self) -> list[Engine]:
+        return [sharded.made for sharded in self._modules if sharded.made is not None]
+
+    @property
+    @override
+    def _stepped_in(self) -> dict[Optimizer, Engine]:
+        # A module without optimizers may get some later: no engine is made for it here.
+        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
+
+    def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
+        """Returns the optimizers that step a module."""
+        if sharded.made is not None:
+            return sharded.made.optimizers
+        return [optimizer for optimizer in self._optimizers if sharded.is_stepped_by(optimizer)]
 
     # -- steps
 
@@ -243,11 +254,10 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         optimizer = unwrapped(optimizer)
-        if optimizer not in self._stepped_in:
+        engine = self._unscaled_in(optimizer)
+        if engine is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        self._prepare_clipping(optimizer)
-        averages = self._stepped_in[optimizer].averages
-        norm = averages.clip_by_norm_(
+        norm = engine.averages.clip_by_norm_(
             optimizer, float(max_norm), norm_type=float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
         return norm.to(self.root_device)
@@ -255,33 +265,22 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
         optimizer = unwrapped(optimizer)
-        if optimizer not in self._stepped_in:
+        engine = self._unscaled_in(optimizer)
+        if engine is None:
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
-            self._prepare_clipping(optimizer)
-            self._stepped_in[optimizer].averages.clip_by_value_(optimizer, float(clip_val))
+            engine.averages.clip_by_value_(optimizer, float(clip_val))
 
-    def _prepare_clipping(self, optimizer: Optimizer) -> None:
+    def _unscaled_in(self, optimizer: Optimizer) -> Engine | None:
+        """Unscales what an optimizer steps, to be clipped. Returns its engine; None if no module that is set up has its
+        parameters."""
+        if optimizer not in self._stepped_in:
+            return None
         if self._scaler is None:
             self.precision.unscale_gradients(optimizer)  # the user's plugin may have its own way
         else:
             self._unscale(optimizer)
-
-    # -- engines
-
-    @override
-    def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        return self._set_up.engine_of(what)
-
-    @property
-    @override
-    def _engines(self) -> list[Engine]:
-        return self._set_up.engines()
-
-    @property
-    @override
-    def _stepped_in(self) -> dict[Optimizer, Engine]:
-        return self._set_up.stepped_in()
+        return self._stepped_in[optimizer]
 
     # -- checkpoints
 
@@ -300,20 +299,19 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         """
         self._meet_before_collective()
         self._checkpoints.saver.muster()
-        is_single = self.saves_single_file()
-        if storage_options is not None and not is_single:
-            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         states = {key: self._state_to_save(key, value) for key, value in state.items()}
         tree = states_in(self, states, filter or {})
-        if is_single:
+        if self.saves_single_file():
             whole = [key for key, value in states.items() if value is not state[key]]
             self._save_single_file(tree, path, storage_options, whole)
+        elif storage_options is not None:
+            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
         else:
             self._checkpoints.save(tree, str(path), self._steps, {"stage": self.stage})
 
     @override
     def _bytes_to_save(self) -> int:
-        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._set_up.modules)
+        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
 
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""
@@ -341,42 +339,35 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         """Loads a checkpoint of any strategy; each rank reads what it owns of a folder of shards. Call it on every
         rank."""
         self._meet_before_collective()
-        entries: dict[str, Any] = state if isinstance(state, dict) else {}
+        entries: dict[str, Any] = {"": state} if isinstance(state, Module | Optimizer) else state or {}
         lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
         checkpoint = self._read_checkpoint(str(path), lazy, weights_only)
-        if isinstance(state, Module | Optimizer):
-            self._load(state, checkpoint, strict)
-            checkpoint = {}
-        elif state:
-            if strict and (absent := [name for name in state if name not in checkpoint]):
-                raise KeyError(
-                    f"The requested state contains a key '{absent[0]}' that does not exist in the loaded checkpoint. "
-                    "To disable strict loading, set `strict=False`."
-                )
-            for name in [name for name in state if name in checkpoint]:
-                found = checkpoint.pop(name)
-                if hasattr(state[name], "load_state_dict"):
-                    self._load(state[name], found, strict)
-                else:
-                    state[name] = found
+        if isinstance(state, Module | Optimizer):  # whose state is all that was saved
+            checkpoint = {"": checkpoint}
+        if strict and (absent := [name for name in entries if name not in checkpoint]):
+            raise KeyError(
+                f"The requested state contains a key '{absent[0]}' that does not exist in the loaded checkpoint. "
+                "To disable strict loading, set `strict=False`."
+            )
+        for name in [name for name in entries if name in checkpoint]:
+            into, found = entries[name], checkpoint.pop(name)
+            if isinstance(into, Module):
+                self.load_module_state_dict(into, found, strict)
+            elif hasattr(into, "load_state_dict"):
+                into.load_state_dict(found)
+            else:
+                entries[name] = found
         with failing_together(self._ensure_comm(), "verifying"):
             self._checkpoints.verify_rest()
         self._checkpoints.close_resumed()
         return checkpoint
-
-    def _load(self, into: Any, found: Mapping[str, Any], strict: bool) -> None:
-        if isinstance(into, Module):
-            self.load_module_state_dict(into, cast(dict[str, Any], found), strict)
-        else:
-            into.load_state_dict(found)
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         if not isinstance(module, ShardedModule):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        engine = module.engine  # made first: its parameters only note what is loaded
-        with engine.states.loading(lambda: None):
+        with module.engine.states.loading(lambda: None):  # it is made first: parameters only note what is loaded
             left = resume.load_state_dict(module.module, state_dict, strict=strict)
         if any(left):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")
@@ -386,7 +377,7 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     def advise_on(self, error: BaseException) -> None:
         """Says, if memory has run out, what has grown, and which options free most; of each error once."""
         where = f"on rank {self.global_rank}, in step {self._steps}"
-        module = next((sharded.module for sharded in self._set_up.modules), None)
+        module = next((sharded.module for sharded in self._modules), None)
         tell_once(error, lambda: advise(self, error, where, module))
 
     @override
@@ -395,9 +386,9 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         for engine in self._engines:
             if self._copies_that_fit(engine):
                 engine.close()
-        for optimizer in self._set_up.optimizers:
+        for optimizer in self._optimizers:
             vars(optimizer).pop("load_state_dict", None)
-        self._set_up = SetUp()
+        self._modules, self._optimizers = [], []
         super().teardown()
 
     def __repr__(self) -> str:

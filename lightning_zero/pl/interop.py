@@ -161,11 +161,14 @@ def broadcast_sigterm(broadcast: Callable[..., None], loop: Any) -> None:
         broadcast(loop)
 
 
-def make_fabric(init: Callable[..., None], fabric: Fabric, *args: Any, **kwargs: Any) -> None:
-    """Replaces the constructor of `Fabric`: it gets a `FabricZeroStrategy` in place of a `ZeroStrategy`."""
+def make_with(
+    serve: Callable[[ZeroStrategy], Any], init: Callable[..., None], made: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Replaces the constructor of `Fabric`, which gets a `FabricZeroStrategy` in place of a `ZeroStrategy`, and that of
+    `Trainer`; see `ZeroStrategy.for_trainer`."""
     if isinstance(strategy := kwargs.get("strategy"), ZeroStrategy):
-        kwargs["strategy"] = FabricZeroStrategy(strategy)
-    init(fabric, *args, **kwargs)
+        kwargs["strategy"] = serve(strategy)
+    init(made, *args, **kwargs)
 
 
 def set_up(
@@ -178,13 +181,6 @@ def set_up(
         if settings is not None:
             module.compile(**settings)
     return setup(fabric, module, *args, _reapply_compile=_reapply_compile, **kwargs)
-
-
-def make_trainer(init: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-    """Replaces the constructor of `Trainer`; see `ZeroStrategy.for_trainer`."""
-    if isinstance(strategy := kwargs.get("strategy"), ZeroStrategy):
-        kwargs["strategy"] = strategy.for_trainer()
-    init(trainer, *args, **kwargs)
 
 
 def store_when_all_have_come(store: Callable[..., None], loop: Any) -> None:
@@ -204,10 +200,10 @@ def install() -> None:
         (Place(ModelCheckpoint, "file_exists"), exists_or_is_saved),
         (private.FIND_LAST, find_complete),
         (private.PARSE_CKPT_PATH, parse_ckpt_path),
-        (Place(Fabric, "__init__"), make_fabric),
+        (Place(Fabric, "__init__"), partial(make_with, FabricZeroStrategy)),
         (Place(Fabric, "setup"), set_up),
         (Place(Fabric, "setup_module"), set_up),
-        (Place(Trainer, "__init__"), make_trainer),
+        (Place(Trainer, "__init__"), partial(make_with, ZeroStrategy.for_trainer)),
         (private.CALL_CALLBACKS, call_with_own),
         (private.BROADCAST_SIGTERM, broadcast_sigterm),
         (private.STORE_METRICS, store_when_all_have_come),

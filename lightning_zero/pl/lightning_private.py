@@ -117,8 +117,7 @@ Without it models that users compile would run uncompiled with Fabric. Private: 
 def states_in(strategy: Any, state: dict[str, Any], filter: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what is to be saved of objects that have a state of their own, as Fabric's strategies do it. Without it
     such objects would be pickled. Private: `_convert_stateful_objects_in_state`."""
-    found: dict[str, Any] = strategy._convert_stateful_objects_in_state(state, filter)
-    return found
+    return strategy._convert_stateful_objects_in_state(state, filter)
 
 
 # -- a Trainer

@@ -12,6 +12,8 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -24,6 +26,7 @@ from lightning_zero.shards.norm import Overflow
 from lightning_zero.wording import few_of
 
 KNOWN = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+USABLE = "'32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'"
 
 
 @final
@@ -59,6 +62,14 @@ class SkippedSteps:
             )
 
 
+def refuse_in_fabric(plugin: FabricPrecision | None) -> None:
+    """Raises ValueError for a plugin of Fabric's that stores parameters in a way of its own."""
+    if isinstance(plugin, BitsandbytesPrecision | TransformerEnginePrecision):
+        raise ValueError(
+            f"ZeroStrategy does not work with {type(plugin).__name__}. Use Fabric(precision=...) with {USABLE}."
+        )
+
+
 def adapt(plugin: Precision) -> Precision:
     """Returns a copy of `plugin`, with the user's scaler, that steps sharded optimizers.
 
@@ -81,8 +92,7 @@ def adapt(plugin: Precision) -> Precision:
     if lightnings not in KNOWN:
         raise ValueError(
             f"ZeroStrategy does not work with {base.__name__}: {lightnings.__name__} stores parameters in a way of its "
-            "own. Use Trainer(precision=...) with '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or "
-            "'16-true', or a plugin of your own over one of these."
+            f"own. Use Trainer(precision=...) with {USABLE}, or a plugin of your own over one of these."
         )
     adapted = copy.copy(plugin)
     kept = {"__qualname__": base.__qualname__, "__module__": base.__module__}

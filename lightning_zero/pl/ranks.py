@@ -1,9 +1,11 @@
-"""What the strategies need to know of ranks and machines: store, start method, common failures."""
+"""What the strategies need to know of ranks and machines: store, start method, collectives, common failures."""
 
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -41,6 +43,21 @@ def unshare(module: Module, start_method: str) -> None:
     for tensor in itertools.chain(module.parameters(), module.buffers()) if start_method == "forkserver" else ():
         if type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
+
+
+def after_meeting(theirs: Callable[..., Any]) -> Any:
+    """Returns a method that calls `theirs`, a collective of Lightning's, once all ranks have come to it.
+
+    Ranks that still evaluate may need this one for a gather, in which it could not take part from inside of a
+    collective of Lightning's.
+    """
+
+    @wraps(theirs)
+    def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_collective(theirs.__name__)
+        return theirs(self, *args, **kwargs)
+
+    return ours
 
 
 def failed_alike(engine: Engine, board: Board, run: int) -> bool:

@@ -1,4 +1,4 @@
-"""`ShardedModule`: wraps a module under Fabric, as DDP does; and `SetUp`: all that a Fabric has set up."""
+"""`ShardedModule`: wraps a module under Fabric, as DDP does."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -68,55 +68,16 @@ class ShardedModule(Module):
         finally:
             self._is_blocked = False
 
-    def has(self, what: Module | Parameter) -> bool:
-        """Whether `what` is this module, or one of its modules or parameters."""
-        return any(one is what for one in (self.modules() if isinstance(what, Module) else self.parameters()))
+    def has(self, what: Module | Parameter | None) -> bool:
+        """Whether `what` is this module, also in Fabric's wrapper, or one of its modules or parameters, or None."""
+        wanted: Any = what.module if isinstance(what, Module) and is_wrapped(what) else what
+        parts = self.modules() if isinstance(wanted, Module) else self.parameters()
+        return what is None or any(one is wanted for one in parts)
 
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` has a parameter of this module."""
         own = set(self.parameters())
         return any(not own.isdisjoint(group["params"]) for group in optimizer.param_groups)
-
-
-@final
-class SetUp:
-    """The modules and optimizers that a Fabric has set up; users may name either first."""
-
-    def __init__(self) -> None:
-        self.modules: list[ShardedModule] = []
-        self.optimizers: list[Optimizer] = []
-
-    def wrap(self, module: Module, make: Callable[[ShardedModule], Engine]) -> ShardedModule:
-        self.modules.append(ShardedModule(module, make))
-        return self.modules[-1]
-
-    def optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
-        """Returns the optimizers that step a module."""
-        if sharded.made is not None:
-            return sharded.made.optimizers
-        return [optimizer for optimizer in self.optimizers if sharded.is_stepped_by(optimizer)]
-
-    def engine_of(self, what: Module | Parameter | None) -> Engine:
-        """Returns the engine of what is, or is part of, one of the modules; of the only module for None.
-
-        Raises:
-            ValueError: if it is not part of exactly one.
-        """
-        wanted: Any = what.module if isinstance(what, Module) and is_wrapped(what) else what
-        found = [sharded for sharded in self.modules if what is None or sharded.has(wanted)]
-        if len(found) != 1:
-            told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
-            raise ValueError(f"{len(self.modules)} modules were set up with Fabric; {told}. Pass one of them.")
-        return found[0].engine
-
-    def engines(self) -> list[Engine]:
-        """Returns the engines that have been made."""
-        return [sharded.made for sharded in self.modules if sharded.made is not None]
-
-    def stepped_in(self) -> dict[Optimizer, Engine]:
-        """Returns the engine of each optimizer. A module without optimizers may get some later: no engine is made for
-        it here."""
-        return {one: sharded.engine for sharded in self.modules for one in self.optimizers_of(sharded)}
 
 
 @final

@@ -2,10 +2,10 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,21 +39,6 @@ from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.native import make_comm
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-def after_meeting(theirs: Callable[..., Any]) -> Any:
-    """Returns a method that calls `theirs`, a collective of Lightning's, once all ranks have come to it.
-
-    Ranks that still evaluate may need this one for a gather, in which it could not take part from inside of a
-    collective of Lightning's.
-    """
-
-    @wraps(theirs)
-    def ours(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._prepare_collective(theirs.__name__)
-        return theirs(self, *args, **kwargs)
-
-    return ours
 
 
 class ShardedStrategy:

@@ -28,9 +28,8 @@ from lightning_zero.pl.checkpointing import trainer_of
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.engine_strategy import EngineStrategy
 from lightning_zero.pl.lightning_private import show_mesh
-from lightning_zero.pl.ranks import start_method_here, unshare
+from lightning_zero.pl.ranks import after_meeting, start_method_here, unshare
 from lightning_zero.pl.settings import UNTIL_CHOSEN, Settings
-from lightning_zero.pl.sharded_strategy import after_meeting
 from lightning_zero.pl.single_file import CheckpointFormat
 from lightning_zero.run.engine import Options
 from lightning_zero.stage import STAGES

@@ -16,9 +16,10 @@ from enum import StrEnum
 from typing import Any, NamedTuple, final
 
 from lightning_zero.config import is_switch
+from lightning_zero.distributed_private import COLLECTIVES
 from lightning_zero.rehearsal.hollow import tensors_in
 from lightning_zero.run.program import LOCAL, Among, Kind, Op, Program
-from lightning_zero.torch_private import COLLECTIVES, flop_registry, schema_of
+from lightning_zero.torch_private import flop_registry, schema_of
 
 _SENDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
 CYCLES = 3  # the first step has nothing left from a step before

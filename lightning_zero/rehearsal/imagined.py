@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import override
 
+from lightning_zero.distributed_private import leave_imagined_world
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.rehearsal.cost import Work, work_of
 from lightning_zero.rehearsal.hollow import Hollow
@@ -29,7 +30,7 @@ from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.tiers.disk import Disk, Move
 from lightning_zero.tiers.ledger import Ledger
-from lightning_zero.torch_private import leave_imagined_world, tree_leaves
+from lightning_zero.torch_private import tree_leaves
 from lightning_zero.views.lazy import LazyTensor, Spread
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import CountingComm, LocalComm

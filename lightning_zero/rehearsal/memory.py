@@ -51,11 +51,7 @@ def phases_of(program: Program) -> list[Phase]:
 
 # Uses that may be in any phase.
 _ANYWHERE = (Cause.UNIT, Cause.CALL, Cause.READ, Cause.GRADIENT, Cause.LOOK, Cause.MEASURE, Cause.READ_GRADIENT)
-_MADE_IN = {
-    Phase.BUILD: Other.BUFFER,
-    Phase.SET_UP: Other.BUFFER,
-    Phase.FORWARD: Other.ACTIVATION,
-}
+_MADE_IN = {Phase.BUILD: Other.BUFFER, Phase.SET_UP: Other.BUFFER, Phase.FORWARD: Other.ACTIVATION}
 
 
 @dataclass(frozen=True)

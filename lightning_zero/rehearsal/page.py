@@ -1,7 +1,8 @@
 """Writes a rehearsal as a page: one file, which needs no network and nothing beside a browser.
 
-Bars, the course of memory and tables are plain HTML and SVG, and can be read without scripts. `page.js` tells what is
-at a place of the course, and lays out the lanes, of which it draws what is in view: a step may have thousands of uses.
+`page.html` has a place for each of what is made here. Bars, the course of memory and tables are plain HTML and SVG, and
+can be read without scripts. `page.js` tells what is at a place of the course, and lays out the lanes, of which it draws
+what is in view: a step may have thousands of uses.
 """
 
 import json
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from lightning_zero.pl.table import ranks_told, sized
@@ -37,42 +39,33 @@ def write_page(path: str | os.PathLike[str], shown: Comparison, name: str) -> No
 def page_of(shown: Comparison, name: str) -> str:
     """Returns the page as HTML; see `write_page`."""
     chosen, room = shown.chosen, files(__package__)
-    data = json.dumps(data_of(chosen), separators=(",", ":")).replace("<", "\\u003c")  # no name may end the element
-    parts = [
-        f"<header><h1>What a step of {escape(name)} takes</h1>{_summary(chosen)}</header>",
-        _peaks(shown),
-        _course(chosen),
-        _growth(shown.growth),
-        _lanes(chosen),
-        _tables(chosen),
-        f'<script type="application/json" id="step">{data}</script>',
-        f"<script>{room.joinpath('page.js').read_text('utf-8')}</script>",
-    ]
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: {escape(chosen.strategy)} on {ranks_told(chosen.ranks)}</title>"
-        f"<style>{room.joinpath('page.css').read_text('utf-8')}</style>"
-    )
-    body = "\n".join(parts)
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body><main>\n{body}\n</main></body>\n</html>\n'
-
-
-def _summary(chosen: Rehearsal) -> str:
-    strategy = escape(chosen.strategy)
-    most = f"<strong>{sized(chosen.peak.nbytes)}</strong>"
-    fits = "" if chosen.device_bytes is None else f", and the device has {sized(chosen.device_bytes)}"
-    return (
-        f"<p><code>{strategy}</code> on {ranks_told(chosen.ranks)}: rank {chosen.rank} has {chosen.numel:,} parameters "
-        f"to train with, at most {most} on its device{fits}. Bytes are counted, in a rehearsal in which nothing is "
-        "computed; times are modelled, and not measured.</p>"
+    html, css, js = (room.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    return Template(html).substitute(
+        css=css,
+        js=js,
+        name=escape(name),
+        strategy=escape(chosen.strategy),
+        ranks=ranks_told(chosen.ranks),
+        rank=chosen.rank,
+        numel=f"{chosen.numel:,}",
+        most=sized(chosen.peak.nbytes),
+        has="" if chosen.device_bytes is None else f", and the device has {sized(chosen.device_bytes)}",
+        height=HEIGHT,
+        printed=escape(str(chosen)),
+        program=escape(str(chosen.program)),
+        data=json.dumps(data_of(chosen), separators=(",", ":")).replace("<", "\\u003c"),  # no name may end the element
+        **_peaks(shown),
+        **_course(chosen),
+        **_growth(shown.growth),
+        **_lanes(chosen),
     )
 
 
 # -- bytes by category
 
 
-def _peaks(shown: Comparison) -> str:
-    """Returns a bar for each stage."""
+def _peaks(shown: Comparison) -> dict[str, str]:
+    """Returns a bar for each stage, and the same as a table."""
     totals = {name: one.peak.nbytes for name, one in shown.stages.items()}
     limit = shown.chosen.device_bytes
     is_near = limit is not None and limit <= FAR * max(totals.values())
@@ -90,13 +83,8 @@ def _peaks(shown: Comparison) -> str:
         [name, *(sized(one.peak.device.get(name, 0)) for one in shown.stages.values())] for name in shown.categories
     ]
     rows.append(["all", *map(sized, totals.values())])
-    return (
-        "<section><h2>Bytes on the device, by stage</h2><figure>"
-        f"<figcaption>The most that one of {ranks_told(shown.chosen.ranks)} ever has on its device, by what it is "
-        f"for. The higher the stage, the more is divided among ranks.{has}</figcaption>"
-        f'{_legend(shown.categories)}<div class="bars">{bars}</div></figure>'
-        f"<details><summary>The same as numbers</summary>{_table(['on the device', *totals], rows)}</details></section>"
-    )
+    table = _table(["on the device", *totals], rows)
+    return {"limit": has, "bars": bars, "peaks_legend": _legend(shown.categories), "peaks_table": table}
 
 
 def _segments(device: Mapping[str, int], categories: Sequence[str], full: int) -> str:
@@ -125,7 +113,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # -- bytes over the step
 
 
-def _course(chosen: Rehearsal) -> str:
+def _course(chosen: Rehearsal) -> dict[str, Any]:
     """Returns bytes by category, stacked, from the first place in the step to the last."""
     course, most = chosen.course, ABOVE * max([1, *(one.nbytes for one in chosen.course)])
     names = in_order(name for one in course for name in one.device)
@@ -141,19 +129,15 @@ def _course(chosen: Rehearsal) -> str:
         f'width:{100 * (end - begin) / len(course):.3f}%">{phase}</span>'
         for phase, begin, end in _stretches([one.phase for one in course])
     )
-    top = max(range(len(course)), key=lambda at: course[at].nbytes, default=0)
-    return (
-        "<section><h2>Bytes over a step</h2><figure>"
-        "<figcaption>Where the rank is, one module after the other, and the most that it has on its device while it "
-        "is there. Point at a place, or move the slider with the arrow keys.</figcaption>"
-        f'{_legend(names)}<div class="chart"><div class="axis" aria-hidden="true">{axis}</div>'
-        f'<div class="plot" id="course-plot"><div class="phases" aria-hidden="true">{bands}</div>'
-        f'<svg viewBox="0 0 {max(1, len(course))} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
-        f'{lines}{areas}</svg><div class="cursor scripted" id="course-cursor"></div></div>'
-        '<div class="below scripted"><input type="range" id="course-at" aria-label="place in the step" min="0" '
-        f'max="{max(0, len(course) - 1)}" value="{top}"></div></div>'
-        '<output class="scripted" id="course-told" for="course-at"></output></figure></section>'
-    )
+    return {
+        "course_legend": _legend(names),
+        "course_axis": axis,
+        "course_phases": bands,
+        "course_areas": lines + areas,
+        "course_width": max(1, len(course)),
+        "course_last": max(0, len(course) - 1),
+        "course_top": max(range(len(course)), key=lambda at: course[at].nbytes, default=0),
+    }
 
 
 def _up(value: float, most: float) -> int:
@@ -194,7 +178,7 @@ def _stretches(phases: Sequence[Phase]) -> list[tuple[Phase, int, int]]:
 # -- on more ranks and fewer
 
 
-def _growth(growth: Sequence[Scaled]) -> str:
+def _growth(growth: Sequence[Scaled]) -> dict[str, str]:
     """Returns bytes, seconds and, where the device is known, throughput by the number of ranks."""
     panels = {
         "most bytes on the device": _by_ranks({one.ranks: one.rehearsal.peak.nbytes for one in growth}, sized),
@@ -215,11 +199,7 @@ def _growth(growth: Sequence[Scaled]) -> str:
             "make, and their work, grow as the batch does, and a tenth of the device stays free."
         )
     drawn = "".join(f"<div><h3>{title}</h3>{panel}</div>" for title, panel in panels.items())
-    return (
-        "<section><h2>On more ranks and fewer</h2><figure><figcaption>The same strategy and the same batch for each "
-        f"rank, rehearsed for each number of ranks. The link is as fast for any of them.{told}</figcaption>"
-        f'<div class="panels">{drawn}</div></figure>{_table(head, rows)}</section>'
-    )
+    return {"panels": drawn, "filled": told, "growth_table": _table(head, rows)}
 
 
 def _digits(value: float) -> str:
@@ -250,7 +230,7 @@ def _by_ranks(values: Mapping[int, float], told: Callable[[float], str]) -> str:
 # -- lanes
 
 
-def _lanes(chosen: Rehearsal) -> str:
+def _lanes(chosen: Rehearsal) -> dict[str, str]:
     timing = chosen.timing()
     seconds = {
         "a step": timing.seconds,
@@ -261,21 +241,7 @@ def _lanes(chosen: Rehearsal) -> str:
     }
     table = _table(["modelled", "seconds"], [[name, _digits(each)] for name, each in seconds.items()])
     rates = "the rates of about an A100" if chosen.rates == Rates() else escape(str(chosen.rates))
-    return (
-        "<section><h2>What is done when</h2>"
-        "<figure><figcaption>The program of a step in which another one came before, laid out by a model of its time "
-        f"with {rates}: what the device computes, what it does at once, what the rank sends, and what moves between "
-        "the device and where the optimizer rests. These lanes run beside each other. A gap in <em>compute</em> is "
-        "time in which the device waits.</figcaption>"
-        '<div class="scripted"><div class="keys"><button type="button" id="nearer">zoom in</button>'
-        '<button type="button" id="farther">zoom out</button><button type="button" id="whole">whole step</button>'
-        '</div><div class="lanes"><div class="names" id="rows" aria-hidden="true"></div>'
-        '<div class="view" id="view" tabindex="0" role="group" aria-describedby="lanes-told" aria-label="lanes: left '
-        'and right go from one to the next, up and down to another lane, plus and minus zoom, 0 shows all">'
-        '<div class="strip" id="strip"></div></div></div><output id="lanes-told"></output></div>'
-        "<noscript><p>The lanes are drawn by a script. The program stands below as text.</p></noscript>"
-        f"</figure>{table}</section>"
-    )
+    return {"rates": rates, "seconds_table": table}
 
 
 def data_of(chosen: Rehearsal) -> dict[str, Any]:
@@ -319,14 +285,3 @@ def _parts(program: Program, spans: Iterable[Span], seconds: float) -> list[list
         begins[span.use] = min(span.begin, begins.get(span.use, span.begin))
     times = [*(round(begins[use] * 1e9) for use in range(len(program.uses))), round(seconds * 1e9)]
     return [[PHASES.index(phase), times[begin], times[end]] for phase, begin, end in _stretches(phases_of(program))]
-
-
-# -- text
-
-
-def _tables(chosen: Rehearsal) -> str:
-    return (
-        f'<section><h2>As it is printed</h2><pre tabindex="0">{escape(str(chosen))}</pre>'
-        "<details><summary>The program: what is done at each use of the step</summary>"
-        f'<pre tabindex="0">{escape(str(chosen.program))}</pre></details></section>'
-    )

@@ -202,8 +202,7 @@ class Average:
         if not group.is_cut:
             group.catch_up()
             return self._arrays[group].read()
-        full: Tensor = self._engine.runner.course.call(self._numbers[group])
-        return full
+        return self._engine.runner.course.call(self._numbers[group])
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         group.catch_up()

@@ -7,9 +7,7 @@ editing, copying or tying it brings them here, and keeps what was done to them.
 
 import copy
 import sys
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,43 +15,18 @@ from torch.nn import Parameter
 
 from lightning_zero.shards.early import early_of
 from lightning_zero.views.intercept import SET_DATA, STRIDES, Lent, call
-from lightning_zero.views.lazy import Stored, stored_in
+from lightning_zero.views.lazy import stored_in
+
+if TYPE_CHECKING:
+    from lightning_zero.run.construction import Construction
 
 _MAKES_PARAMETER = Parameter.__new__.__code__
-
-
-class Keeper(ABC):
-    """Keeps the values of parameters that are being built, and brings them."""
-
-    @abstractmethod
-    def lend(self, parameter: Parameter) -> Lent:
-        """Lends the values to one call."""
-
-    @abstractmethod
-    def assign(self, parameter: Parameter, values: Tensor) -> None:
-        """Does ``parameter.data = values``, which may be of another shape, dtype and device."""
-
-    @abstractmethod
-    def load(self, parameter: Parameter, source: Stored) -> None:
-        """Gives the parameter values of its shape from a file."""
-
-    @abstractmethod
-    def as_made(self, parameter: Parameter) -> AbstractContextManager[None]:
-        """Inside, the parameter has its values, and the class that the user gave it."""
-
-    @abstractmethod
-    def alias(self, parameter: Parameter) -> Parameter:
-        """Returns a second parameter over the same memory."""
-
-    @abstractmethod
-    def watch(self, parameter: Parameter, label: str) -> None:
-        """Takes charge of one more parameter; `label` is for messages."""
 
 
 class ConstructedParameter(Parameter):
     """See the module's docstring. Never instantiated: parameters become instances of subclasses that have a keeper."""
 
-    keeper: ClassVar[Keeper]
+    keeper: ClassVar["Construction"]  # has the values, and brings them
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

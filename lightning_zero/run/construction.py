@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.device import point_at
-from lightning_zero.run.constructed import ConstructedParameter, Keeper
+from lightning_zero.run.constructed import ConstructedParameter
 from lightning_zero.shards.early import EarlyParameter, early_of, nothing
 from lightning_zero.shards.managed import is_plain
 from lightning_zero.shards.options import Options
@@ -89,7 +89,7 @@ def constructing(*, stage: int, comm: Comm, options: Options | None = None) -> "
 
 
 @final
-class Construction(Keeper):
+class Construction:
     """The parameters of modules that are being built, until an engine takes them over."""
 
     def __init__(self, mesh: Mesh, options: Options) -> None:
@@ -148,6 +148,7 @@ class Construction(Keeper):
         self.watch(parameter, f"{type(module).__name__}.{name}")
 
     def watch(self, parameter: Parameter, label: str) -> None:
+        """Takes charge of one more parameter; `label` is for messages."""
         if early_of(parameter) is None and slot_of(parameter) is None and _is_built(parameter):
             self._take_in(self._note(parameter, label), parameter.nbytes)
 
@@ -174,6 +175,7 @@ class Construction(Keeper):
     # -- parameters are used
 
     def lend(self, parameter: Parameter) -> Lent:
+        """Lends the values to one call."""
         early = self._bring(parameter)
         early.pins += 1
         return Lent(parameter, parameter, self._take_back)
@@ -198,6 +200,7 @@ class Construction(Keeper):
         self._whole[early] = loan.tensor.nbytes
 
     def assign(self, parameter: Parameter, values: Tensor) -> None:
+        """Does ``parameter.data = values``, which may be of another shape, dtype and device."""
         early = _early(parameter)
         if isinstance(values, ConstructedParameter):
             self._bring(values)
@@ -207,6 +210,7 @@ class Construction(Keeper):
         self._take_in(early, parameter.nbytes)
 
     def load(self, parameter: Parameter, source: Stored) -> None:
+        """Gives the parameter values of its shape from a file."""
         early = _early(parameter)
         if not early.is_whole:
             assert early.row is not None
@@ -217,6 +221,7 @@ class Construction(Keeper):
         early.may_differ = True
 
     def alias(self, parameter: Parameter) -> Parameter:
+        """Returns a second parameter over the same memory."""
         self._bring(parameter)
         with no_interception():
             made = Parameter(parameter.data, requires_grad=False)
@@ -240,6 +245,7 @@ class Construction(Keeper):
 
     @contextmanager
     def as_made(self, parameter: Parameter) -> Iterator[None]:
+        """Inside, the parameter has its values, and the class that the user gave it."""
         early = self._bring(parameter)
         early.pins += 1
         constructed, parameter.__class__ = type(parameter), early.plain_class

@@ -91,10 +91,8 @@ class Course:
         past = self.past
         if not past.uses:
             past.begins = (number, torch.is_grad_enabled())
-        if self.follow(number):
-            pass  # the plan has had it done
-        elif is_done is not None and is_done():
-            pass
+        if self.follow(number) or (is_done is not None and is_done()):
+            pass  # the plan has had it done, or others have
         elif is_unit and self._units[number].is_gathered:
             self._cache.touch([number])
         else:

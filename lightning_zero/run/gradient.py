@@ -3,9 +3,8 @@ edits in place reach the shard. Reading it is a collective: do it on every rank.
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -16,29 +15,12 @@ from lightning_zero.torch_private import FOREACH_IN_PLACE, backward_number, make
 from lightning_zero.views.intercept import Lent, call, lend_any
 from lightning_zero.wire import editing
 
+if TYPE_CHECKING:
+    from lightning_zero.run.loans import Loans
+
 T = TypeVar("T")
 OPERATOR = type(torch.ops.aten.detach.default)
 ZEROING = {Tensor.zero_, torch.zero_, *(one for one in FOREACH_IN_PLACE if one.__name__ == "_foreach_zero_")}
-
-
-class GradientLender(ABC):
-    """Lends averaged gradients, and takes them back with what was edited."""
-
-    @abstractmethod
-    def lend_gradient(self, slot: Slot) -> Tensor:
-        """Returns the whole averaged gradient of a parameter, in its shape. A collective."""
-
-    @abstractmethod
-    def lend_zeros(self, slot: Slot) -> Tensor:
-        """Returns zeros in place of a gradient that is about to become zeros: that needs no collective of its size."""
-
-    @abstractmethod
-    def take_gradient(
-        self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool, is_arriving: bool
-    ) -> None:
-        """Takes back what a call has edited, as far as that can be told: then `edited_by` is its number, and all ranks
-        must come here. If it `is_visible`, the call has returned a view of it, through which it may be edited later; if
-        it `is_arriving`, a collective that still writes to it, on a stream of its own."""
 
 
 @final
@@ -49,12 +31,12 @@ class ShardedGradient(AveragedGradient):
     that it held would never be freed."""
 
     _slot: weakref.ref[Slot]
-    _lender: weakref.ref[GradientLender]
+    _lender: weakref.ref["Loans"]
     _parameter: str
     _edition: int  # see `Averaged.editions`
 
     @staticmethod
-    def __new__(cls, slot: Slot, lender: GradientLender) -> "ShardedGradient":
+    def __new__(cls, slot: Slot, lender: "Loans") -> "ShardedGradient":
         assert slot.gradient is not None
         place = slot.group.places.gathered
         with torch.inference_mode(False):
@@ -76,7 +58,7 @@ class ShardedGradient(AveragedGradient):
         return self._there(self._slot)
 
     @property
-    def lender(self) -> GradientLender:
+    def lender(self) -> "Loans":
         return self._there(self._lender)
 
     def _there(self, held: "weakref.ref[T]") -> T:

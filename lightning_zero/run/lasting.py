@@ -160,9 +160,9 @@ class LastingLoans:
     def take_gradient(
         self, slot: Slot, gradient: Tensor, *, is_edited: bool, is_visible: bool, is_arriving: bool
     ) -> None:
-        """See `GradientLender`. One that is lent already is only read here, but for what the call has edited: edits
-        through views of it are kept at the boundary, where all ranks are. So is what is arriving, for which users have
-        waited by then."""
+        """See `Loans`. One that is lent already is only read here, but for what the call has edited: edits through
+        views of it are kept at the boundary, where all ranks are. So is what is arriving, for which users have waited
+        by then."""
         is_lent = slot in self.gradients
         if is_arriving:
             self.gradients[slot], self._edits[slot] = gradient, edits_of(gradient)

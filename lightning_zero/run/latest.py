@@ -125,8 +125,7 @@ class Latest:
             return group.full_param
         if group not in self._calls:  # only all ranks together read them
             return self.full_array(group, group.master)
-        full: Tensor = self._rendezvous.course.call(self._calls[group])
-        return full
+        return self._rendezvous.course.call(self._calls[group])
 
     def _serve(self, group: ShardGroup, keep: bool) -> Tensor | None:
         group.catch_up()

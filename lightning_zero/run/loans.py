@@ -23,7 +23,7 @@ from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.edits import EditBarrier, GradientEdits, Place
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loading import Loading
-from lightning_zero.run.parameter import AsDeclared, Lender, RestingParameter
+from lightning_zero.run.parameter import AsDeclared, RestingParameter
 from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
 from lightning_zero.shards.gradient import averaged_of, gradient_of
@@ -36,16 +36,11 @@ from lightning_zero.views.lazy import Stored
 
 
 @final
-class Loans(Lender):
+class Loans:
     """Lends the values of an engine to user code: for one call, or until the next boundary (`lasting`)."""
 
     def __init__(
-        self,
-        groups: list[ShardGroup],
-        cache: UnitCache,
-        lasting: LastingLoans,
-        runner: Runner,
-        saved: SavedParameters,
+        self, groups: list[ShardGroup], cache: UnitCache, lasting: LastingLoans, runner: Runner, saved: SavedParameters
     ) -> None:
         self.groups = groups
         self.cache = cache
@@ -77,6 +72,7 @@ class Loans(Lender):
     # -- parameters
 
     def lend(self, slot: Slot) -> Lent:
+        """Lends a parameter's values, in the dtype that readers see, connected to autograd."""
         group = slot.group
         if self._are_lost and not group.is_plain:
             raise RuntimeError(
@@ -121,6 +117,7 @@ class Loans(Lender):
         return self.lasting.shown(slot)
 
     def assign(self, slot: Slot, values: Tensor) -> None:
+        """Shows other values in a two-byte parameter, in its declared dtype; views of the old ones keep these."""
         self._declared(slot.group)
         self.lasting.assign(slot, values)
 
@@ -129,9 +126,12 @@ class Loans(Lender):
         return self.lasting.declared(group, self.latest.declared, in_block=in_block)
 
     def is_lent(self, values: Tensor) -> bool:
+        """Whether a tensor is a parameter whose values are elsewhere, or in the memory of gathered values: at the next
+        boundary those of other parameters may be there."""
         return isinstance(values, RestingParameter) or self.cache.unit_around(values) is not None
 
     def watch(self, group: ShardGroup) -> None:
+        """Sees to it that edits from here on are noticed, also if they raise no version. The values are there."""
         self.lasting.watch.look(group)
 
     def _end_call(self, unit: Unit, notes: bool, recomputes: bool, loan: Lent, result: Any) -> None:
@@ -177,6 +177,7 @@ class Loans(Lender):
     # -- loading
 
     def load(self, slot: Slot, source: Stored) -> None:
+        """Has the parameter take values that are in a file."""
         group = slot.group
         if group not in self.loading:
             self.latest.catch_up(group)
@@ -189,9 +190,11 @@ class Loans(Lender):
     # -- gradients
 
     def settle_gradients(self) -> None:
+        """Has ranks agree on which parameters have gradients, if they have not yet."""
         self.runner.rendezvous.settle_gradients()
 
     def lend_gradient(self, slot: Slot) -> Tensor:
+        """Returns the whole averaged gradient of a parameter, in its shape. A collective."""
         beside = gradient_of(slot).beside
         if (lent := self._lent_gradient(slot)) is not None:
             return lent
@@ -208,6 +211,7 @@ class Loans(Lender):
             return beside.add_to(average, slot.index)
 
     def lend_zeros(self, slot: Slot) -> Tensor:
+        """Returns zeros in place of a gradient that is about to become zeros: that needs no collective of its size."""
         if (lent := self._lent_gradient(slot)) is not None:
             return lent  # views of it are to become zeros, too
         self.settle_gradients()
@@ -228,6 +232,9 @@ class Loans(Lender):
     def take_gradient(
         self, slot: Slot, gradient: Tensor, *, edited_by: int | None, is_visible: bool, is_arriving: bool
     ) -> None:
+        """Takes back what a call has edited, as far as that can be told: then `edited_by` is its number, and all ranks
+        must come here. If it `is_visible`, the call has returned a view of it, through which it may be edited later; if
+        it `is_arriving`, a collective that still writes to it, on a stream of its own."""
         beside = gradient_of(slot).beside
         if beside.has(slot.index) or self.runner.reductions.are_accumulated:
             if edited_by is not None or is_visible:

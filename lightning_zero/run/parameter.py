@@ -11,10 +11,9 @@ reading `p.grad` of one makes the ranks agree.
 """
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_zero.run.gradient import GradientLender
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.torch_private import FOREACH_IN_PLACE, UNVERSIONED, tree_iter
@@ -37,7 +35,10 @@ from lightning_zero.views.intercept import (
     call,
     subclass_of,
 )
-from lightning_zero.views.lazy import Stored, stored_in
+from lightning_zero.views.lazy import stored_in
+
+if TYPE_CHECKING:
+    from lightning_zero.run.loans import Loans
 
 _DIFFERENTIATE = {torch.autograd.grad, torch.autograd.backward}
 _GRADIENT = {getattr(Tensor.grad, name) for name in ("__get__", "__set__")}
@@ -45,39 +46,10 @@ _EDITS_UNSEEN = UNWATCHED | UNVERSIONED | FOREACH_IN_PLACE  # these of a DTensor
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-class Lender(GradientLender, ABC):
-    """Lends the values of parameters and averaged gradients, and takes them back with what was edited."""
-
-    @abstractmethod
-    def lend(self, slot: Slot) -> Lent:
-        """Lends a parameter's values, in the dtype that readers see, connected to autograd."""
-
-    @abstractmethod
-    def is_lent(self, values: Tensor) -> bool:
-        """Whether a tensor is a parameter whose values are elsewhere, or in the memory of gathered values: at the next
-        boundary those of other parameters may be there."""
-
-    @abstractmethod
-    def watch(self, group: ShardGroup) -> None:
-        """Sees to it that edits from here on are noticed, also if they raise no version. The values are there."""
-
-    @abstractmethod
-    def assign(self, slot: Slot, values: Tensor) -> None:
-        """Shows other values in a two-byte parameter, in its declared dtype; views of the old ones keep these."""
-
-    @abstractmethod
-    def load(self, slot: Slot, source: Stored) -> None:
-        """Has the parameter take values that are in a file."""
-
-    @abstractmethod
-    def settle_gradients(self) -> None:
-        """Has ranks agree on which parameters have gradients, if they have not yet."""
-
-
 class _Intercepting(Parameter):
     """Never instantiated: `Interception` makes subclasses, which have a lender."""
 
-    lender: ClassVar[Lender]
+    lender: ClassVar["Loans"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         return copy.deepcopy(_as_made(self))
@@ -231,12 +203,12 @@ class Interception:
     lends values gathers them, and so is made of what shows and hides them.
     """
 
-    def __init__(self, find_lender: Callable[[], Lender]) -> None:
+    def __init__(self, find_lender: Callable[[], "Loans"]) -> None:
         self._find_lender = find_lender
         self._classes: dict[tuple[type[Parameter], bool], type[Parameter]] = {}  # of a plain one, whether it rests
 
     @property
-    def lender(self) -> Lender:
+    def lender(self) -> "Loans":
         return self._find_lender()
 
     def begin(self, group: ShardGroup) -> None:
@@ -250,9 +222,8 @@ class Interception:
         """Makes the parameters plain ones, or watched. Their values must be there."""
         if group.is_apart or not group.stays_full:  # a unit's masters are other memory than what is gathered
             self._put_class(group, rests=False)
-            return
-        for slot in group.slots:
-            slot.parameter.__class__ = slot.plain_class
+        else:
+            leave(group)
 
     def hide(self, group: ShardGroup) -> None:
         """Makes the parameters borrow their values, until `show`."""

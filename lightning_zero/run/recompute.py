@@ -36,12 +36,7 @@ from lightning_zero.shards.slot import no_interception
 from lightning_zero.shards.units import as_written, find_blocks, modules_in_compiled_regions, scripted
 from lightning_zero.tiers.activations import ActivationStore, version_of
 from lightning_zero.tiers.ledger import Ledger, Place
-from lightning_zero.torch_private import (
-    buffers_in,
-    compiled_in,
-    parameters_in,
-    tree_iter,
-)
+from lightning_zero.torch_private import buffers_in, compiled_in, parameters_in, tree_iter
 from lightning_zero.wire.comm import Comm
 from lightning_zero.wire.local import LocalComm
 

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_zero.distributed_private import layout_of
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.runner import Runner
@@ -29,14 +30,7 @@ from lightning_zero.shards.early import nothing
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Edition, Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
-from lightning_zero.torch_private import (
-    accumulates,
-    backward_number,
-    edits_of,
-    hide_behind,
-    innermost_saved_hooks,
-    layout_of,
-)
+from lightning_zero.torch_private import accumulates, backward_number, edits_of, hide_behind, innermost_saved_hooks
 
 RECOMPUTES = torch.utils.checkpoint.__name__  # the module of the hooks that recompute
 

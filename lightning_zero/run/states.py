@@ -162,8 +162,7 @@ class States:
                 made[id(tensor)] = source.whole() if full else LazyTensor(source)
             return made[id(tensor)]
 
-        spread_all: dict[str, Any] = tree_map_only(DTensor, spread, checkpoint)
-        return spread_all
+        return tree_map_only(DTensor, spread, checkpoint)
 
     # -- the optimizers, also after the engine is closed
 

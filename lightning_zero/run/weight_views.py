@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_zero.distributed_private import set_local_tensor
 from lightning_zero.shards.early import nothing
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.slot import Edition, Slot, no_interception
-from lightning_zero.torch_private import backward_number, set_local_tensor
+from lightning_zero.torch_private import backward_number
 
 
 class _Shared(NamedTuple):

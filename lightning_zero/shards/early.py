@@ -44,13 +44,7 @@ class EarlyParameter:
     """A parameter that waits for an engine. Holds it weakly: the user may drop it before."""
 
     def __init__(
-        self,
-        parameter: Parameter,
-        number: int,
-        label: str,
-        mesh: Mesh,
-        ledger: Ledger,
-        rests_on: torch.device | None,
+        self, parameter: Parameter, number: int, label: str, mesh: Mesh, ledger: Ledger, rests_on: torch.device | None
     ) -> None:
         self.number = number  # the same on all ranks: collectives are matched by it
         self.label = f"{label} {tuple(parameter.shape)} (parameter {number})"  # for messages

@@ -155,5 +155,4 @@ def _differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     pairs = list(pairs)
     if all(is_host(one.device) for one, _ in pairs):
         return [not torch.equal(one, other) for one, other in pairs]
-    found: list[bool] = on_host(torch.stack([one.ne(other).any() for one, other in pairs])).tolist()
-    return found
+    return on_host(torch.stack([one.ne(other).any() for one, other in pairs])).tolist()

@@ -8,17 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.shards.options import Options
-from lightning_zero.shards.probe import (
-    BLOCK,
-    BY_ALL,
-    BY_BLOCK,
-    BY_CHANCE,
-    BY_RANKS,
-    BY_TENSOR,
-    NESTED,
-    NOTHING,
-    find,
-)
+from lightning_zero.shards.probe import BLOCK, BY_ALL, BY_BLOCK, BY_CHANCE, BY_RANKS, BY_TENSOR, NESTED, NOTHING, find
 
 FITS = (None, BY_BLOCK, BY_TENSOR, NESTED)  # for these reasons, it steps some part of parameters rightly
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
 
 from lightning_zero.device import point_at
+from lightning_zero.distributed_private import layout_of, local_tensor, set_local_tensor
 from lightning_zero.shards.extents import Extent
-from lightning_zero.torch_private import layout_of, local_tensor, set_local_tensor
 from lightning_zero.wire.comm import Comm
 
 

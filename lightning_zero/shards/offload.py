@@ -30,11 +30,7 @@ class Machine:
 
 
 def places_for(
-    offload: Offload | None,
-    device: torch.device,
-    partition: Partition,
-    machine: Machine,
-    limit: Limit | None = None,
+    offload: Offload | None, device: torch.device, partition: Partition, machine: Machine, limit: Limit | None = None
 ) -> Places:
     """Returns where the parts of offloaded groups rest. Gradients that rest as shards are where the optimizer steps.
     `limit` is of waits of the host for copies from and to the device."""

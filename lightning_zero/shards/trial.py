@@ -16,9 +16,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.device import HOST
+from lightning_zero.distributed_private import COLLECTIVES
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.unseen import unseen
-from lightning_zero.torch_private import COLLECTIVES, TorchDispatchMode
+from lightning_zero.torch_private import TorchDispatchMode
 
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 

@@ -29,10 +29,11 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.device import Event, SideStream, to_device, to_host, wait_for
+from lightning_zero.distributed_private import awaited
 from lightning_zero.tiers.composed import is_made_of_others, taken_apart
 from lightning_zero.tiers.ledger import Category, Ledger, Place
 from lightning_zero.tiers.stack import Stack
-from lightning_zero.torch_private import awaited, edits_of, storage_key, tree_flatten, tree_unflatten
+from lightning_zero.torch_private import edits_of, storage_key, tree_flatten, tree_unflatten
 from lightning_zero.wire.comm import Comm
 
 TINY = 256  # bytes; to move or to gather less costs more than it saves

@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_zero import torch_private
+from lightning_zero.distributed_private import local_tensor, set_local_tensor
 from lightning_zero.shards.local import local_of
+from lightning_zero.tiers.activations import version_of
 from lightning_zero.torch_private import (
     FOREACH_IN_PLACE,
     UNVERSIONED,
-    edits_of,
     is_wrapped,
-    local_tensor,
-    set_local_tensor,
     set_tracing_state,
     tracing_state,
     tree_iter,
@@ -148,8 +147,7 @@ class Lent:
 def _state_of(values: Tensor) -> tuple[int, int]:
     """Returns version and address, both of which edits in place may change."""
     with torch.DisableTorchFunctionSubclass():
-        version = 0 if values.is_inference() else edits_of(values)
-        return version, values.data_ptr() if values.layout == torch.strided and not is_wrapped(values) else 0
+        return version_of(values), values.data_ptr() if values.layout == torch.strided and not is_wrapped(values) else 0
 
 
 def lend_any(value: Any) -> Lent | None:

@@ -128,8 +128,7 @@ class Told(Work):
     @property
     def numbers(self) -> list[int]:
         """Those of all ranks, in rank order, after `wait`."""
-        told: list[int] = self.rows.flatten().tolist()
-        return told
+        return self.rows.flatten().tolist()
 
 
 class Comm(ABC):
@@ -301,11 +300,6 @@ class Comm(ABC):
         """Returns the union of all ranks' dictionaries."""
 
 
-def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Returns the group that `rank` is in."""
-    return next(ranks for ranks in groups if rank in ranks)
-
-
 def copy_unless_same(target: Tensor, source: Tensor) -> None:
     """Copies `source` into `target`, unless they are the same memory."""
     if target.data_ptr() != source.data_ptr():
@@ -343,8 +337,7 @@ def in_tree(
     core = 1 << (size.bit_length() - 1)
     if rank >= core:
         swap(value, rank - core, False)
-        result: T = swap(None, rank - core, True)
-        return result
+        return swap(None, rank - core, True)
     outside = rank + core if rank + core < size else None
     if outside is not None:
         value = combine(value, swap(None, outside, True))

@@ -29,7 +29,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lightning_zero.wire.desk import Desk, Memory, Room, Rooms
+from lightning_zero.wire.desk import Desk, Memory, Rooms
 from lightning_zero.wire.landing import CLOSED, Arrival, Landing, Message, Part, Unusable
 from lightning_zero.wire.outbox import Outbox
 
@@ -157,7 +157,9 @@ class Exchange:
                 while self._matched:  # no name here may hold a tensor while the thread waits
                     self._land(self._land_arrival, *self._matched.popleft())
                 while self.rooms.gone:
-                    self._tell_readers(self.rooms.gone.popleft())
+                    gone = self.rooms.gone.popleft()
+                    for peer in gone.readers:  # the system gets the memory back only when they give it up, too
+                        self._post(peer, _GONE, offset=gone.start)
                 for peer in self._outbox.peers:
                     if self._sockets[peer] in selector.get_map():
                         selector.modify(self._sockets[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
@@ -269,11 +271,6 @@ class Exchange:
 
     # -- the thread: what leaves
 
-    def _tell_readers(self, room: Room) -> None:
-        """Has peers give up a room, whose memory the system gets back only then."""
-        for peer in room.readers:
-            self._post(peer, _GONE, offset=room.start)
-
     def _end_offered(self, key: _Key) -> None:
         """Ends the wait for a peer that has read a tensor where it lies."""
         with self._lock:
@@ -326,17 +323,13 @@ class Exchange:
             for message in ended:
                 message.complete(CLOSED)
 
-    def leave_to_parent(self) -> None:
-        """Closes the sockets in a forked process: while it has them, nobody would notice the end of its parent."""
-        self._outbox.close()
-
 
 _EXCHANGES: "weakref.WeakSet[Exchange]" = weakref.WeakSet()  # of this process
 
 
 def _leave_to_parent() -> None:
-    for exchange in [*_EXCHANGES]:
-        exchange.leave_to_parent()
+    for exchange in [*_EXCHANGES]:  # while a forked process has their sockets, nobody would notice its parent's end
+        exchange._outbox.close()
     _EXCHANGES.clear()
 
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, can_pin, is_host
-from lightning_zero.torch_private import default_store
+from lightning_zero.distributed_private import default_store
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work, copy_unless_same, in_tree, place_of
 from lightning_zero.wire.exchange import INLINE
 from lightning_zero.wire.landing import Message, apart
 from lightning_zero.wire.links import Links
-from lightning_zero.wire.worlds import Held, next_number, own_subgroup
+from lightning_zero.wire.worlds import Held, group_of, next_number, own_group
 
 _GRACE_S = 3.0  # s, after a wait that timed out: how long to listen to what the other ranks report
 
@@ -81,7 +81,7 @@ class GlooComm(Comm):
         return Board(self._torch_store, self.rank, self.size, self.wait_timeout)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "GlooComm":
-        group = own_subgroup("gloo", self.rank, groups, timeout=self.timeout)
+        group = own_group("gloo", group_of(self.rank, groups), timeout=self.timeout)
         return GlooComm(group, self.wait_timeout, self._links, timeout=self.timeout, sanitize=self.sanitize)
 
     # -- arrays

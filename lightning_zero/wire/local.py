@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.wire.board import Board
-from lightning_zero.wire.comm import Combine, Comm, Gather, Work, copy_unless_same, group_of, in_tree
+from lightning_zero.wire.comm import Combine, Comm, Gather, Work, copy_unless_same, in_tree
+from lightning_zero.wire.worlds import group_of
 
 
 class _Silent(Comm):

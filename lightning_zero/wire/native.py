@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.device import HOST, Late, Limit, has_streams, is_host, on_host
-from lightning_zero.torch_private import find, in_one_launch
+from lightning_zero.distributed_private import in_one_launch
+from lightning_zero.torch_private import find
 from lightning_zero.wire.board import Board
 from lightning_zero.wire.clock import Clock
 from lightning_zero.wire.comm import Combine, Comm, Gather, RankTimeoutError, Work
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.links import Links
 from lightning_zero.wire.local import LocalComm
-from lightning_zero.wire.worlds import Held, forget, once_per_world, own_group, own_subgroup
+from lightning_zero.wire.worlds import Held, forget, group_of, once_per_world, own_group
 
 # torch 2.13 renamed the two single-tensor collectives; torch 2.11 has only the old names.
 _all_gather_single = find(dist, "all_gather_single", "all_gather_into_tensor")  # the latter is there before torch 2.13
@@ -108,9 +109,8 @@ class NativeComm(Comm):
     def split(self, groups: Sequence[Sequence[int]]) -> Comm:
         control = self._control.split(groups)
         device = self._device if self.is_asynchronous else None
-        group = own_subgroup(
-            dist.get_backend(self._held.thing), self.rank, groups, timeout=control.timeout, device=device
-        )
+        backend, ranks = dist.get_backend(self._held.thing), group_of(self.rank, groups)
+        group = own_group(backend, ranks, timeout=control.timeout, device=device)
         return NativeComm(group, control, self._device)
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:

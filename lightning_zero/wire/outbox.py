@@ -23,8 +23,8 @@ class Outbox:
         for link in (*sockets.values(), self._wake):
             link.setblocking(False)
         # Python would close them by itself, but with a ResourceWarning, which is an error where users have made it one.
-        self._close = weakref.finalize(self, _close_all, [*sockets.values(), self._wake, self.woken])
-        self._close.atexit = False  # until the process is gone, peers would be told that this rank has failed
+        self.close = weakref.finalize(self, _close_all, [*sockets.values(), self._wake, self.woken])
+        self.close.atexit = False  # until the process is gone, peers would be told that this rank has failed
 
     def post(self, peer: int, header: bytes, payload: Any = b"") -> None:
         """Sends a datagram now, or leaves it to the thread. Raises OSError if the peer is gone."""
@@ -58,9 +58,6 @@ class Outbox:
                 self._waiting[peer] = box
             except OSError:
                 return  # the peer is gone, as the thread is about to read
-
-    def close(self) -> None:
-        self._close()
 
 
 def _close_all(links: Iterable[socket.socket]) -> None:

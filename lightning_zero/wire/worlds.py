@@ -72,6 +72,11 @@ def next_number() -> int:
     return next(once_per_world("numbers", itertools.count))
 
 
+def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Returns the group that `rank` is in."""
+    return next(ranks for ranks in groups if rank in ranks)
+
+
 def own_group(
     backend: str,
     ranks: Sequence[int] | None = None,
@@ -94,8 +99,3 @@ def own_group(
         # GPU, torch would split that group for ranks that are in none, which gloo cannot.
         bound["use_local_synchronization"] = True
     return once_per_world(key, lambda: dist.new_group(ranks, backend=backend, timeout=timeout, **bound))
-
-
-def own_subgroup(backend: str, rank: int, groups: Sequence[Sequence[int]], **about: Any) -> dist.ProcessGroup:
-    """Returns our process group of that one of `groups` that holds `rank`; see `own_group`."""
-    return own_group(backend, next(ranks for ranks in groups if rank in ranks), **about)
