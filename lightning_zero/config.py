@@ -137,7 +137,7 @@ class Checkpoint:
     Args:
         format: ``"sharded"`` is a folder to which every rank writes its shards. ``"full"`` is Lightning's ordinary
             single file, for which every rank gathers the whole model.
-        async_save: during fit, write a copy in the background while training continues (sharded only).
+        async_save: write a copy in the background while training continues (sharded only).
 
     Raises:
         ValueError: for an unknown format, or ``async_save`` with ``"full"``.

@@ -1,5 +1,6 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
+import time
 import warnings
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -13,9 +14,11 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
+import lightning_zero.checkpoint.save
 import lightning_zero.pl.single_file
 from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_from
-from lightning_zero.checkpoint.shard import ShardReader
+from lightning_zero.checkpoint import CheckpointError
+from lightning_zero.checkpoint.shard import ShardReader, write_shard
 from lightning_zero.shards.early import early_of
 from loop_jobs import FailingSGD
 from opened import opened
@@ -483,3 +486,38 @@ def evaluates_alone(stage: int, wait_timeout: float) -> float:
         with torch.no_grad():
             models[1](x)
     return float(models[1](models[0](x)).sum())
+
+
+def overwrites_while_it_saves(strategy: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights when they were saved in the background, and what is loaded after they have changed."""
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    before = whole(made, model)
+    made.save(path, {"model": model, "optimizer": optimizer})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    made.load(path, {"model": model, "optimizer": optimizer})
+    loaded = whole(made, model)
+    made.strategy.teardown()
+    return before, loaded
+
+
+def fails_while_it_saves(strategy: Any, path: Path) -> dict[str, str]:
+    """What this rank hears of a save in the background that fails on rank 1."""
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    states = {"model": model, "optimizer": optimizer}
+    full = OSError("disk full") if made.global_rank == 1 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with patch.object(lightning_zero.checkpoint.save, "write_shard", side_effect=full, wraps=write_shard):
+            made.save(path, states)
+            while made.global_rank == 0 and not made.strategy._checkpoints.saver.has_failed:
+                time.sleep(0.01)
+            made.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        made.save(path, states)
+    made.save(path, states)
+    made.strategy.teardown()
+    return {"warned": "".join(str(each.message) for each in caught), "raised": str(raised.value)}

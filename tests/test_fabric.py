@@ -18,7 +18,7 @@ import fabric_jobs
 import warm
 from compare import assert_same_bits
 from jobs import Classifier
-from lightning_zero import Checkpoint, ZeroStrategy, consolidate
+from lightning_zero import Checkpoint, ZeroStrategy, consolidate, verify
 from lightning_zero.pl.fabric import FabricZeroStrategy
 from ranks import PATIENCE, SHORT, RankPool, run_alone
 
@@ -299,7 +299,6 @@ def test_the_strategy_clips_what_fabric_has_wrapped_as_its_own_strategies_do(sta
 def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
     for arguments, error, told in (
         ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, ValueError, "Fabric(plugins=...)"),
-        ({"checkpoint": {"async_save": True}}, NotImplementedError, "Leave it out"),
         ({"tensor_parallel_size": 2}, NotImplementedError, "Leave it out"),
     ):
         with pytest.raises(error, match=re.escape(told)):
@@ -335,15 +334,70 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def run_script(script: str, folder: Path) -> str:
+    """What it prints."""
+    (folder / "script.py").write_text(script)
     with warm.starts():
         done = subprocess.run(
-            [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+            [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=600, check=False
         )
     assert done.returncode == 0, done.stderr
-    assert "on 2 ranks" in done.stdout
     assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout
+
+
+def test_a_script_launches_its_ranks_by_itself(tmp_path: Path) -> None:
+    assert "on 2 ranks" in run_script(SCRIPT, tmp_path)
+
+
+SAVES_LAST = """
+import time
+import torch
+from lightning.fabric import Fabric
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint import save
+
+def write_slowly(*args):
+    time.sleep(1.0)
+    return write_shard(*args)
+
+if __name__ == "__main__":
+    write_shard, save.write_shard = save.write_shard, write_slowly
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeroStrategy(stage=2, checkpoint={"async_save": True}))
+    fabric.launch()
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    begun = time.monotonic()
+    fabric.save("last.ckpt", {"model": model, "optimizer": optimizer})
+    fabric.print("saving", time.monotonic() - begun < 1.0)
+    if fabric.global_rank:
+        time.sleep(1.0)
+"""
+
+
+def test_a_save_in_the_background_is_complete_when_the_script_has_ended(tmp_path: Path) -> None:
+    assert "saving True" in run_script(SAVES_LAST, tmp_path)
+    assert verify(tmp_path / "last.ckpt") == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_changes_after_a_save_in_the_background_is_not_in_it(
+    stage: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    strategy = {"stage": stage, "checkpoint": {"async_save": True}}
+    for before, loaded in two_ranks.run(fabric_jobs.overwrites_while_it_saves, strategy, tmp_path / "a.ckpt"):
+        assert_same_bits(loaded, before)
+
+
+def test_a_save_in_the_background_that_fails_is_told_at_once_and_raised_by_the_next(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    strategy = {"stage": 2, "checkpoint": {"async_save": True}}
+    told, *others = two_ranks.run(fabric_jobs.fails_while_it_saves, strategy, tmp_path / "a.ckpt")
+    assert re.search(r"Saving .*a\.ckpt failed: rank 1: OSError: disk full", told["warned"])
+    for each in (told, *others):
+        assert "rank 1: OSError: disk full" in each["raised"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

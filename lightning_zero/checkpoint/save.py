@@ -60,13 +60,23 @@ class Saver:
     Args:
         board: of all ranks.
         in_background: `save` returns when the values have been copied, and a thread writes the copy.
+        warns: `warn` tells of a save that fails in the background at once: the run may end without a `wait`. (The end
+            of a process waits for the thread.)
         warn: called on rank 0 with messages for the user.
     """
 
-    def __init__(self, board: Board, *, in_background: bool = False, warn: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        board: Board,
+        *,
+        in_background: bool = False,
+        warns: bool = False,
+        warn: Callable[[str], None] = print,
+    ) -> None:
         self._board = board
         self._thread_board = board.clone() if in_background else board
         self.in_background = in_background
+        self._warns = in_background and warns
         self._executor: ThreadPoolExecutor | None = None  # while tasks are under way
         self._futures: deque[Future[None]] = deque()
         self._warn = warn
@@ -252,6 +262,8 @@ class Saver:
             if board.rank == 0:
                 draft.close()
         if "problem" in done:
+            if self._warns and board.rank == 0:
+                self._warn(done["problem"])
             raise CheckpointError(done["problem"])
 
 

@@ -325,15 +325,6 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
             here = self._notices.here
             (here.add if self._keeper.saver.has_failed else here.discard)(Notice.UNSAVED)
 
-    def finish_saves(self) -> None:
-        """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
-        saver = self._checkpoints.saver
-        if saver.has_agreed:
-            self._meet_before_collective()  # single ranks may have read parameters in hooks
-            saver.together("finish what is being saved", saver.wait)
-        else:  # nothing was saved: this rank has at most removed checkpoints
-            saver.wait()
-
     def _end_saves(self) -> None:
         """Finishes the saves of a run: all ranks together, or after a failure, which others may not have survived,
         this rank alone."""

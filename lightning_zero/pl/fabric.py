@@ -59,11 +59,13 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         NotImplementedError: for features that only a Trainer has.
     """
 
+    _warns_of_saves = True  # as Fabric does not say when a run ends
+
     def __init__(self, of: ZeroStrategy | None = None, **arguments: Any) -> None:
         of = of or ZeroStrategy(**arguments)
         if isinstance(of.precision_plugin, ShardedGradients):
             raise ValueError("Fabric has its own plugins: write Fabric(plugins=...) in place of precision_plugin=.")
-        refuse_of_trainers(of._settings, of.checkpoint)
+        refuse_of_trainers(of._settings)
         super().__init__(
             accelerator=of.accelerator,
             parallel_devices=of.parallel_devices,
@@ -382,7 +384,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Makes all modules whole that fit. Fabric does not call it; call it to go on without shards."""
+        """Finishes saves, and makes whole what fits. Fabric does not call it; call it to go on without shards."""
+        self.finish_saves()
         for engine in self._engines:
             if self._copies_that_fit(engine):
                 engine.close()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import final
 
-from lightning_zero.config import Checkpoint, at_least, is_switch, one_of
+from lightning_zero.config import at_least, is_switch, one_of
 from lightning_zero.shards.options import Options
 from lightning_zero.stage import STAGES
 
@@ -42,13 +42,8 @@ class Settings:
             )
 
 
-def refuse_of_trainers(settings: Settings, checkpoint: Checkpoint | None) -> None:
+def refuse_of_trainers(settings: Settings) -> None:
     """Raises NotImplementedError for what Fabric does not have: features of a Trainer alone."""
-    if checkpoint is not None and checkpoint.async_save:
-        raise NotImplementedError(
-            "Checkpoint(async_save=True) is there under a Trainer alone: Fabric does not say when a run ends, and "
-            "nobody would wait for the last save. Leave it out."
-        )
     if settings.options.tensor_parallel_size > 1:
         raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
     if settings.is_open:

@@ -53,6 +53,7 @@ class ShardedStrategy:
     _format: CheckpointFormat
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
+    _warns_of_saves = False  # that fail in the background, at once: nobody may come to ask
     _beside_before: Mapping[torch.device, int] = {}  # bytes that no engine has booked, before training
 
     @property
@@ -295,8 +296,9 @@ class ShardedStrategy:
     def _checkpoints(self) -> CheckpointKeeper:
         """Checkpoints of this run."""
         if self._keeper is None:
-            in_background = self.checkpoint is not None and self.checkpoint.async_save
-            self._keeper = CheckpointKeeper(self._ensure_comm(), in_background=in_background, warn=rank_zero_warn)
+            comm, in_background = self._ensure_comm(), self.checkpoint is not None and self.checkpoint.async_save
+            warns = self._warns_of_saves
+            self._keeper = CheckpointKeeper(comm, in_background=in_background, warns=warns, warn=rank_zero_warn)
         return self._keeper
 
     def saves_single_file(self) -> bool:
@@ -312,6 +314,17 @@ class ShardedStrategy:
     def _bytes_to_save(self) -> int:
         """Returns the bytes of the states of all models and optimizers."""
         raise NotImplementedError
+
+    def finish_saves(self) -> None:
+        """Waits for saves in the background. Call it on every rank: all of them raise what failed on one."""
+        if self._keeper is None:
+            return
+        saver = self._keeper.saver
+        if saver.has_agreed:
+            self._meet_before_collective()  # single ranks may have read parameters in hooks
+            saver.together("finish what is being saved", saver.wait)
+        else:  # nothing was saved: this rank has at most removed checkpoints
+            saver.wait()
 
     def _save_single_file(self, tree: dict[str, Any], path: Any, storage_options: Any, whole: Collection[str]) -> None:
         """Writes a single file on rank 0. Call it on every rank: in entries that are not `whole` already users may have
