@@ -21,6 +21,7 @@ import fabric_jobs
 import jobs
 from lightning_zero import ZeroEMA
 from lightning_zero.pl import sharded_strategy
+from lightning_zero.pl.lightning_private import show_mesh
 from lightning_zero.shards.offload import Machine
 from models import seeded
 from pairs import Case
@@ -276,6 +277,8 @@ def train_with_fabric(case: Case, leg: Leg, strategy: Any, path: Path) -> Net:
     fabric.seed_everything(1, verbose=False)
     with fabric.init_module() if case.constructs else nullcontext():
         model = Net(case, leg, fabric.global_rank)
+        if leg.tensor > 1:
+            show_mesh(model, fabric.strategy.device_mesh)
         model.configure_model()
     wrapped, *optimizers = fabric.setup(model, *optimizers_of(model))
     wrapped.mark_forward_method("training_loss")

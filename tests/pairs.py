@@ -106,13 +106,11 @@ CLASHES = [
     Clash("step_in_backward", (), "clip", (), "a"),
     Clash("tensor_parallel", (), "precision", ["param_dtype"], "b"),
     Clash("tensor_parallel", (), "whole_tensors", (), "b"),
-    Clash("tensor_parallel", (), "loop", ["fabric"], "c"),
     Clash("recomputes", ["partition"], "precision", ["param_dtype"], "b"),
     Clash("recomputes", ["partition"], "whole_tensors", (), "b"),
-    Clash("recomputes", ["partition"], "loop", ["fabric"], "c"),
-    Clash("averages", (), "loop", ["fabric"], "d"),
-    Clash("accumulation", ["local", "sharded"], "loop", ["manual"], "e"),
-    Clash("loop", ["manual"], "loop", ["fabric"], "f"),
+    Clash("averages", (), "loop", ["fabric"], "c"),
+    Clash("accumulation", ["local", "sharded"], "loop", ["manual"], "d"),
+    Clash("loop", ["manual"], "loop", ["fabric"], "e"),
 ]
 
 

@@ -299,7 +299,7 @@ def test_the_strategy_clips_what_fabric_has_wrapped_as_its_own_strategies_do(sta
 def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
     for arguments, error, told in (
         ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, ValueError, "Fabric(plugins=...)"),
-        ({"tensor_parallel_size": 2}, NotImplementedError, "Leave it out"),
+        ({"stage": "auto"}, NotImplementedError, "Write a stage"),
     ):
         with pytest.raises(error, match=re.escape(told)):
             Fabric(strategy=ZeroStrategy(**arguments), accelerator="cpu", devices=1)

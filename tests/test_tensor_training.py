@@ -310,8 +310,8 @@ def test_a_model_that_nobody_has_parallelized_is_told_in_one_warning(two_ranks: 
     )
     assert warned == [
         "tensor_parallel_size=2, and no module was parallelized: 2 ranks at a time do the same work on the same "
-        "batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in configure_model, or leave "
-        "tensor_parallel_size out."
+        "batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in configure_model (with "
+        "fabric.strategy.device_mesh before fabric.setup), or leave tensor_parallel_size out."
     ]
     assert warned_on_rank_1 == []
     assert table.startswith("ZeRO stage 2 on 2 ranks")

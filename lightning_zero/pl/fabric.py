@@ -8,7 +8,7 @@ One class cannot be the strategy of a Trainer and of Fabric, because Lightning g
 arguments. So `interop` gives Fabric a `FabricZeroStrategy` made from the user's `ZeroStrategy`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -16,21 +16,21 @@ from typing import Any, cast
 
 from lightning.fabric.plugins import Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_zero.checkpoint import resume
+from lightning_zero.checkpoint import randomness
 from lightning_zero.pl.advice import advise, advise_on_uncaught, tell_once
-from lightning_zero.pl.lightning_private import states_in
+from lightning_zero.pl.fabric_checkpointing import FabricCheckpointing
+from lightning_zero.pl.fitting import warn_of_undivided
 from lightning_zero.pl.precision import ShardedGradients, SkippedSteps, refuse_in_fabric
-from lightning_zero.pl.ranks import after_meeting
+from lightning_zero.pl.ranks import after_meeting, seed_workers
 from lightning_zero.pl.settings import refuse_of_trainers
 from lightning_zero.pl.sharded_module import ShardedModule, SyncControl, unwrapped
-from lightning_zero.pl.sharded_strategy import ShardedStrategy
 from lightning_zero.pl.single_file import is_plugin
 from lightning_zero.pl.strategy import ZeroStrategy
 from lightning_zero.run.engine import Engine
@@ -41,11 +41,10 @@ from lightning_zero.shards.managed import foreign_parameters
 from lightning_zero.shards.norm import Overflow
 from lightning_zero.stage import STAGES
 from lightning_zero.torch_private import scaling_of
-from lightning_zero.wire.comm import failing_together
-from lightning_zero.wire.mesh import Mesh
+from lightning_zero.wire.mesh import Mesh, shape_of
 
 
-class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
+class FabricZeroStrategy(FabricCheckpointing):
     """Strategy of Fabric, with an engine for every module that is set up, made as soon as its optimizers are known: by
     `Fabric.setup`, or in the first forward after `setup_module` and `setup_optimizers`. `Fabric.save` writes a folder
     of shards, which loads on any number of ranks, and under Fabric's other strategies.
@@ -58,8 +57,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         ValueError: for arguments that Fabric itself takes.
         NotImplementedError: for features that only a Trainer has.
     """
-
-    _warns_of_saves = True  # as Fabric does not say when a run ends
 
     def __init__(self, of: ZeroStrategy | None = None, **arguments: Any) -> None:
         of = of or ZeroStrategy(**arguments)
@@ -78,9 +75,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         if is_plugin(of.checkpoint_io):
             self.checkpoint_io = of.checkpoint_io
         self._backward_sync_control = cast(Any, SyncControl())  # where Fabric looks for it
-        self._modules: list[ShardedModule] = []  # that are set up; users may name modules or optimizers first
+        self._modules = []  # users may name modules or optimizers first
         self._optimizers: list[Optimizer] = []
-        self._steps = 0  # of all optimizers
         self._skipped = SkippedSteps(of._settings.max_skipped_steps)
         self._overflows: dict[Optimizer, Overflow] = {}  # of gradients that are unscaled, and not stepped yet
         advise_on_uncaught(self)
@@ -91,7 +87,18 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:  # type: ignore[override]
         """Arguments of `DistributedSampler`; None on one rank, which then draws its data as `SingleDeviceStrategy`."""
-        return None if self.world_size == 1 else super().distributed_sampler_kwargs
+        return None if self.world_size == 1 else self._place_in_data
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        options = self._settings.options
+        shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)  # raises where it must
+
+    @override
+    def process_dataloader(self, dataloader: DataLoader) -> DataLoader:
+        seed_workers(dataloader, self._place_in_data["rank"])
+        return super().process_dataloader(dataloader)
 
     barrier = after_meeting(DDPStrategy.barrier)
     broadcast = after_meeting(DDPStrategy.broadcast)
@@ -131,7 +138,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
 
     @override
     def setup_module(self, module: Module) -> ShardedModule:  # type: ignore[override]
-        mesh = Mesh.of(self._ensure_comm(), self._settings.options.replicate_size)
+        options = self._settings.options
+        mesh = Mesh.of(self._ensure_comm(), options.replicate_size, options.tensor_parallel_size)
         broadcast_states(module, foreign_parameters(module), mesh)  # users may copy it before the engine is made
         self._modules.append(sharded := ShardedModule(module, self._make_engine))
         return sharded
@@ -185,6 +193,8 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         optimizers = self._optimizers_of(sharded)
         builder, number = "fabric.init_module()", self._modules.index(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, builder, number=number)
+        randomness.share(engine.mesh.tensor, self.root_device)
+        warn_of_undivided(engine)
         if optimizers:
             sharded.bytes_to_save = bytes_to_save(sharded.module, optimizers)
             self._begin_training(engine)
@@ -283,96 +293,6 @@ class FabricZeroStrategy(ShardedStrategy, DDPStrategy):
         else:
             self._unscale(optimizer)
         return self._stepped_in[optimizer]
-
-    # -- checkpoints
-
-    @override
-    def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Writes a folder of shards, or a single file. Call it on every rank.
-
-        Raises:
-            CheckpointError: on every rank, when one cannot write; says what is there now.
-        """
-        self._meet_before_collective()
-        self._checkpoints.saver.muster()
-        states = {key: self._state_to_save(key, value) for key, value in state.items()}
-        tree = states_in(self, states, filter or {})
-        if self.saves_single_file():
-            whole = [key for key, value in states.items() if value is not state[key]]
-            self._save_single_file(tree, path, storage_options, whole)
-        elif storage_options is not None:
-            raise TypeError("storage_options go to a CheckpointIO plugin; checkpoints are folders of shards here.")
-        else:
-            self._checkpoints.save(tree, str(path), self._steps, {"stage": self.stage})
-
-    @override
-    def _bytes_to_save(self) -> int:
-        return sum(sharded.bytes_to_save or bytes_to_save(sharded.module, []) for sharded in self._modules)
-
-    def _state_to_save(self, key: str, value: Any) -> Any:
-        """Returns the state of a module or optimizer that was set up, and any other value as it is."""
-        if isinstance(value, ShardedModule):
-            return self._model_to_save(value.engine, key)
-        if isinstance(value, Optimizer) and value in self._stepped_in:
-            return self._optimizer_to_save(self._stepped_in[value], value, key)
-        return value
-
-    @override
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole state, as one device would have it. Call it on every rank."""
-        optimizer = unwrapped(optimizer)
-        stepped = optimizer in self._stepped_in
-        return self.full_optimizer_state(optimizer) if stepped else super().get_optimizer_state(optimizer)
-
-    @override
-    def load_checkpoint(
-        self,
-        path: Any,
-        state: Module | Optimizer | dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy; each rank reads what it owns of a folder of shards. Call it on every
-        rank."""
-        self._meet_before_collective()
-        entries: dict[str, Any] = {"": state} if isinstance(state, Module | Optimizer) else state or {}
-        lazy = [key for key, value in entries.items() if isinstance(value, ShardedModule | Optimizer)]
-        checkpoint = self._read_checkpoint(str(path), lazy, weights_only)
-        if isinstance(state, Module | Optimizer):  # whose state is all that was saved
-            checkpoint = {"": checkpoint}
-        if strict and (absent := [name for name in entries if name not in checkpoint]):
-            raise KeyError(
-                f"The requested state contains a key '{absent[0]}' that does not exist in the loaded checkpoint. "
-                "To disable strict loading, set `strict=False`."
-            )
-        for name in [name for name in entries if name in checkpoint]:
-            into, found = entries[name], checkpoint.pop(name)
-            if isinstance(into, Module):
-                self.load_module_state_dict(into, found, strict)
-            elif hasattr(into, "load_state_dict"):
-                into.load_state_dict(found)
-            else:
-                entries[name] = found
-        with failing_together(self._ensure_comm(), "verifying"):
-            self._checkpoints.verify_rest()
-        self._checkpoints.close_resumed()
-        return checkpoint
-
-    @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        if not isinstance(module, ShardedModule):
-            super().load_module_state_dict(module, state_dict, strict)
-            return
-        with module.engine.states.loading(lambda: None):  # it is made first: parameters only note what is loaded
-            left = resume.load_state_dict(module.module, state_dict, strict=strict)
-        if any(left):
-            rank_zero_warn(f"strict=False: {left}. These stay as they are.")
 
     # -- the end
 

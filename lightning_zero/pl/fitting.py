@@ -57,7 +57,7 @@ def warn_of_undivided(engine: Engine) -> None:
         rank_zero_warn(
             f"tensor_parallel_size={size}, and no module was parallelized: {size} ranks at a time do the same work on "
             "the same batches. Call parallelize_module(..., self.device_mesh['tensor_parallel'], plan) in "
-            "configure_model, or leave tensor_parallel_size out."
+            "configure_model (with fabric.strategy.device_mesh before fabric.setup), or leave tensor_parallel_size out."
         )
 
 

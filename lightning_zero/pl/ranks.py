@@ -5,11 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -43,6 +44,15 @@ def unshare(module: Module, start_method: str) -> None:
     for tensor in itertools.chain(module.parameters(), module.buffers()) if start_method == "forkserver" else ():
         if type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.is_shared():
             tensor.data = tensor.data.clone()
+
+
+def seed_workers(loader: Any, rank: int) -> None:
+    """Seeds the workers of a loader as those of the data-parallel `rank`, where Lightning is to seed workers and users
+    do not. It would go by the rank in the world: ranks that share tensor-parallel modules would get other batches."""
+    given = getattr(loader, "worker_init_fn", loader)
+    is_lightnings = given is None or (isinstance(given, partial) and given.func is pl_worker_init_function)
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and is_lightnings:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
 
 
 def after_meeting(theirs: Callable[..., Any]) -> Any:

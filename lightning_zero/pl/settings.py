@@ -44,8 +44,6 @@ class Settings:
 
 def refuse_of_trainers(settings: Settings) -> None:
     """Raises NotImplementedError for what Fabric does not have: features of a Trainer alone."""
-    if settings.options.tensor_parallel_size > 1:
-        raise NotImplementedError("tensor_parallel_size is there under a Trainer alone. Leave it out.")
     if settings.is_open:
         raise NotImplementedError(
             "stage='auto' is there under a Trainer alone, which knows a batch before it trains. Write a stage; "

@@ -1,7 +1,6 @@
 """`ShardedStrategy`: what the strategies of Trainer and Fabric share: settings, communicator, engines, checkpoints."""
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,8 +12,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import CheckpointKeeper, Folder, pickle_on_all_ranks, reads_objects
@@ -24,12 +22,11 @@ from lightning_zero.device import HOST, free_bytes, is_host, untested
 from lightning_zero.pl.advice import bytes_beside
 from lightning_zero.pl.lightning_private import move_states
 from lightning_zero.pl.ranks import warn_of_shared_store
-from lightning_zero.pl.settings import Settings
+from lightning_zero.pl.reading import ReadingStrategy
 from lightning_zero.pl.single_file import CheckpointFormat, is_plugin, is_read_by_plugin, read_single_file, refuse_place
-from lightning_zero.pl.table import MemoryReport, table_of, told_of_whole
+from lightning_zero.pl.table import table_of, told_of_whole
 from lightning_zero.run.construction import Construction, constructing
 from lightning_zero.run.engine import Engine
-from lightning_zero.run.program import Program
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import Machine
 from lightning_zero.stage import STAGES
@@ -41,15 +38,12 @@ from lightning_zero.wire.native import make_comm
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class ShardedStrategy:
-    """Base of both strategies, placed before Lightning's `DDPStrategy`. A Trainer's strategy has one engine, Fabric's
-    has one for each module."""
+class ShardedStrategy(ReadingStrategy):
+    """Base of both strategies, placed before Lightning's `DDPStrategy`."""
 
-    root_device: torch.device  # this one and the next three are of `DDPStrategy`
-    num_processes: int  # ranks on this machine
+    num_processes: int  # ranks on this machine; this one and the next two are of `DDPStrategy`
     process_group_backend: str | None
     is_global_zero: bool
-    _settings: Settings
     _format: CheckpointFormat
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
@@ -75,109 +69,6 @@ class ShardedStrategy:
     def checkpoint(self) -> Checkpoint | None:
         """How checkpoints are saved; None until `saves_single_file` has chosen."""
         return self._format.policy
-
-    def _engine_of(self, what: Module | Parameter | None) -> Engine:
-        """Returns the engine of the model that `what` is part of; for None the only engine. Raises ValueError when it
-        is part of none, or of several."""
-        raise NotImplementedError
-
-    @property
-    def _engines(self) -> list[Engine]:
-        """All engines that have been made."""
-        raise NotImplementedError
-
-    @property
-    def _stepped_in(self) -> Mapping[Optimizer, Engine]:
-        """Optimizers that may be asked for their state, each with its engine."""
-        raise NotImplementedError
-
-    # -- what users read
-
-    def full_parameters(self, module: Module | None = None, write: bool = False) -> AbstractContextManager[None]:
-        """All parameters of `module` (default: the whole model) hold their values inside. Enter it on every rank.
-
-        In-place edits persist without it where torch can see them. It cannot see edits through `.numpy()`; outside of
-        ``write=True`` such edits may be lost.
-
-        Args:
-            module: whose parameters.
-            write: keep edits made inside; make the same ones on every rank.
-        """
-        return self._engine_of(module).full_parameters(module, write=write)
-
-    def full_optimizer_state(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """`optimizer.state_dict()` as one device would have it, on the host of every rank; in training and after fit.
-
-        The optimizer's own `state` and `state_dict()` hold what this rank steps: a flat piece of each parameter, which
-        is empty where other ranks have all of it. Call it on every rank.
-
-        Args:
-            optimizer: one of those of the latest fit; None where there is only one.
-
-        Raises:
-            RuntimeError: before the first fit.
-            ValueError: when None could be any of several, or the optimizer is of no fit.
-        """
-        stepped = self._stepped_in
-        # Lightning wraps them, and some wrap another one themselves.
-        wanted = (optimizer, getattr(optimizer, "optimizer", optimizer))
-        found = [one for one in stepped if optimizer is None or any(one is other for other in wanted)]
-        if len(found) != 1:
-            kinds = ", ".join(type(one).__name__ for one in stepped)
-            raise ValueError(f"full_optimizer_state(optimizer={optimizer!r}) is to be one of this fit's: {kinds}.")
-        return stepped[found[0]].states.full_optimizer(found[0])
-
-    def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """The averaged gradient of a parameter in its shape (whole for a DTensor), or None. Call it on every rank."""
-        return self._engine_of(parameter).averages.full(parameter)
-
-    def grad_norms(self, norm_type: float = 2.0, module: Module | None = None) -> dict[str, Tensor]:
-        """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
-        Call it on every rank.
-
-        Args:
-            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-            module: with Fabric, which of the modules that were set up; None where there is only one.
-        """
-        return self._engine_of(module).averages.norms(norm_type)
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes at rest on this rank's device by category, in a dictionary that prints as a table.
-
-        The categories are parameter, gradient, master, optimizer state, average, bucket, gathered and activation
-        checkpoint. Offloaded bytes are in ``"optimizer state (host)"``, ``"... (disk)"`` and so on. Activation
-        checkpoints count as the most that a step has kept. After fit the report is that of its end.
-        """
-        report: Counter[str] = Counter()
-        for engine in self._engines or [self._engine_of(None)]:  # without an engine, raises and says so
-            report.update(engine.bytes_by_category())
-        return MemoryReport(report)
-
-    def communication_report(self) -> dict[str, int]:
-        """Bytes this rank has sent, by operation, and by what they cross: ``replicate ...`` between shard groups."""
-        sent: Counter[str] = Counter()
-        for engine in self._engines:  # they share a world, and may each have more communicators
-            shared = engine.mesh.world.bytes_sent if sent else {}
-            for kind, nbytes in engine.mesh.bytes_sent.items():
-                sent[kind] += nbytes - shared.get(kind, 0)
-        return dict(sent)
-
-    def program(self, module: Module | None = None) -> Program:
-        """Returns the last training step as data: what user code did, and what this package does at each such use.
-
-        It prints as a line for each use. `Program.ops` are the same as records, `Program.messages` counts the small
-        messages that ranks wait for, and `Program.bytes_sent` what a rank sends of parameters and gradients: 2 or 3
-        times its parameters (ZeRO section 7.2). After fit it is that of the last step.
-
-        Args:
-            module: with Fabric, the module, if several are trained.
-
-        Raises:
-            RuntimeError: before a step has been taken.
-        """
-        engines = self._engines  # after fit, too
-        engine = engines[0] if module is None and len(engines) == 1 else self._engine_of(module)
-        return engine.program()
 
     # -- ranks
 

@@ -1,22 +1,18 @@
 """`ZeroStrategy`: the strategy of `lightning.Trainer`."""
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property, partial, wraps
+from functools import wraps
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.distributed import is_initialized
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_zero import config
@@ -28,12 +24,12 @@ from lightning_zero.pl.checkpointing import trainer_of
 from lightning_zero.pl.elsewhere import answers
 from lightning_zero.pl.engine_strategy import EngineStrategy
 from lightning_zero.pl.lightning_private import show_mesh
-from lightning_zero.pl.ranks import after_meeting, start_method_here, unshare
+from lightning_zero.pl.ranks import after_meeting, seed_workers, start_method_here, unshare
 from lightning_zero.pl.settings import UNTIL_CHOSEN, Settings
 from lightning_zero.pl.single_file import CheckpointFormat
 from lightning_zero.run.engine import Options
 from lightning_zero.stage import STAGES
-from lightning_zero.wire.mesh import shape_of, torch_mesh
+from lightning_zero.wire.mesh import shape_of
 
 
 def _in_forward(theirs: Callable[..., Any]) -> Any:
@@ -74,9 +70,10 @@ class ZeroStrategy(EngineStrategy):
         offload: see `Offload`; ``"cpu"`` is ``Offload(optimizer="cpu")``.
         activation_checkpointing: see `ActivationCheckpointing`; ``True`` is the one without arguments.
         tensor_parallel_size: number of neighbouring ranks that share each module which `configure_model` parallelizes
-            with ``self.device_mesh["tensor_parallel"]``; they see the same batches and random numbers. Such parameters,
-            their `.grad` and their entries in ``module.state_dict()`` are DTensors (``.full_tensor()`` is the whole);
-            checkpoints hold whole tensors. `communication_report` does not count what torch sends for them.
+            with ``self.device_mesh["tensor_parallel"]`` (under Fabric ``fabric.strategy.device_mesh``); they see the
+            same batches and random numbers. Such parameters, their `.grad` and their entries in
+            ``module.state_dict()`` are DTensors (``.full_tensor()`` is the whole); checkpoints hold whole tensors.
+            `communication_report` does not count what torch sends for them.
         replicate_size: number of groups of ranks that each hold all shards (hybrid sharding).
         param_dtype: None: under ``*-mixed`` the weights that autocast casts at each use are kept in its dtype, which
             changes no bit; ``torch.float32``: none is; another dtype: all parameters are kept and compute in it.
@@ -231,16 +228,12 @@ class ZeroStrategy(EngineStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of `DistributedSampler`: ranks that share tensor-parallel modules get the same batches."""
-        sharing = self._settings.options.tensor_parallel_size
-        return {"num_replicas": self.world_size // sharing, "rank": self.global_rank // sharing}
+        return self._place_in_data
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seeds workers alike on ranks that share tensor-parallel modules. Lightning would seed them by rank."""
-        loader: Any = dataloader
-        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", self) is None:
-            loader.worker_init_fn = partial(pl_worker_init_function, rank=self.distributed_sampler_kwargs["rank"])
+        seed_workers(dataloader, self._place_in_data["rank"])
         return super().process_dataloader(dataloader)
 
     @override
@@ -323,21 +316,6 @@ class ZeroStrategy(EngineStrategy):
         for name in ("_comm", "engine", "_fit", "_construction", "_keeper", "_resumed_state", "_own_callbacks"):
             state[name] = None
         return {**state, "_undo": ExitStack()}
-
-    @cached_property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks as a torch mesh with the axes "replicate", "data_parallel" and "tensor_parallel", for
-        ``parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)`` in `configure_model`. The first
-        access makes process groups: make it on every rank.
-
-        Raises:
-            RuntimeError: before Lightning has connected the processes, which it does at the start of fit.
-        """
-        if not is_initialized():
-            raise RuntimeError("There is no mesh yet: use it in configure_model, or later; with Fabric after launch().")
-        options = self._settings.options
-        shape = shape_of(self.world_size, options.replicate_size, options.tensor_parallel_size)
-        return torch_mesh(self.root_device.type, shape)
 
     def __repr__(self) -> str:
         written = ", ".join(f"{name}={value!r}" for name, value in self._arguments.items())
