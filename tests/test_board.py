@@ -53,6 +53,25 @@ def test_what_rank_0_cannot_decide_is_raised_on_all() -> None:
     assert ThreadWorld(3).run(agree) == ["ValueError: not like this"] * 3
 
 
+def test_rank_0_stays_until_all_others_have_parted() -> None:
+    parted: list[int] = []
+
+    def part(comm: Any) -> list[int]:
+        if comm.rank:
+            time.sleep(0.1 * comm.rank)
+            parted.append(comm.rank)
+        comm.board.part("end")
+        return [*parted]
+
+    assert ThreadWorld(3).run(part)[0] == [1, 2]
+
+
+def test_rank_0_stays_no_longer_than_a_dead_rank_may_be_silent() -> None:
+    started = time.monotonic()
+    ThreadWorld(2, SILENCE).run(lambda comm: None if comm.rank else comm.board.part("end"))
+    assert SILENCE <= time.monotonic() - started < AT_ONCE
+
+
 @pytest.mark.parametrize("absent", [{0}, {1}, {2, 3}, {0, 3}])
 def test_ranks_that_do_not_come_are_named_in_time_by_all_that_did(absent: set[int]) -> None:
     here = threading.Barrier(4 - len(absent))  # no thread that comes is begun later than the others' limit

@@ -26,14 +26,14 @@ class CheckpointKeeper:
 
     Args:
         comm: all ranks.
-        in_background, warns: see `Saver`.
+        in_background, may_end: see `Saver`.
         warn: called with messages for the user.
     """
 
-    def __init__(self, comm: Comm, *, in_background: bool, warns: bool = False, warn: Callable[[str], None]) -> None:
+    def __init__(self, comm: Comm, *, in_background: bool, may_end: bool = False, warn: Callable[[str], None]) -> None:
         self._comm = comm
         self._warn = warn
-        self.saver = Saver(comm.board, in_background=in_background, warns=warns, warn=warn)
+        self.saver = Saver(comm.board, in_background=in_background, may_end=may_end, warn=warn)
         self._latest: tuple[Folder, int] | None = None  # and the step it was saved at
         self._links: set[str] = set()  # paths of links that this object made
         self._resumed: StoredCheckpoint | None = None

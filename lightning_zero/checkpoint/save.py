@@ -60,8 +60,8 @@ class Saver:
     Args:
         board: of all ranks.
         in_background: `save` returns when the values have been copied, and a thread writes the copy.
-        warns: `warn` tells of a save that fails in the background at once: the run may end without a `wait`. (The end
-            of a process waits for the thread.)
+        may_end: the run may end after any `save`, without a `wait`: the end of a process waits for the thread. So that
+            warns of what fails at once, and on rank 0 stays until the others have heard how the save has ended.
         warn: called on rank 0 with messages for the user.
     """
 
@@ -70,13 +70,13 @@ class Saver:
         board: Board,
         *,
         in_background: bool = False,
-        warns: bool = False,
+        may_end: bool = False,
         warn: Callable[[str], None] = print,
     ) -> None:
         self._board = board
         self._thread_board = board.clone() if in_background else board
         self.in_background = in_background
-        self._warns = in_background and warns
+        self._may_end = in_background and may_end
         self._executor: ThreadPoolExecutor | None = None  # while tasks are under way
         self._futures: deque[Future[None]] = deque()
         self._warn = warn
@@ -262,9 +262,11 @@ class Saver:
             if board.rank == 0:
                 draft.close()
         if "problem" in done:
-            if self._warns and board.rank == 0:
+            if self._may_end and board.rank == 0:
                 self._warn(done["problem"])
             raise CheckpointError(done["problem"])
+        if self._may_end:
+            board.part(f"{draft.token} is known")
 
 
 def pickle_on_all_ranks(value: Any, packed: io.BytesIO | None) -> None:

@@ -20,7 +20,7 @@ from lightning_zero.wire.comm import failing_together
 class FabricCheckpointing(ShardedStrategy, DDPStrategy):
     """The part of `FabricZeroStrategy` that saves and loads."""
 
-    _warns_of_saves = True  # as Fabric does not say when a run ends
+    _may_end = True  # Fabric does not say when a run ends
     _steps = 0  # of all optimizers
     _modules: list[ShardedModule]  # that are set up
 

@@ -47,7 +47,7 @@ class ShardedStrategy(ReadingStrategy):
     _format: CheckpointFormat
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
-    _warns_of_saves = False  # that fail in the background, at once: nobody may come to ask
+    _may_end = False  # after any save, without a word
     _beside_before: Mapping[torch.device, int] = {}  # bytes that no engine has booked, before training
 
     @property
@@ -188,8 +188,8 @@ class ShardedStrategy(ReadingStrategy):
         """Checkpoints of this run."""
         if self._keeper is None:
             comm, in_background = self._ensure_comm(), self.checkpoint is not None and self.checkpoint.async_save
-            warns = self._warns_of_saves
-            self._keeper = CheckpointKeeper(comm, in_background=in_background, warns=warns, warn=rank_zero_warn)
+            may_end = self._may_end
+            self._keeper = CheckpointKeeper(comm, in_background=in_background, may_end=may_end, warn=rank_zero_warn)
         return self._keeper
 
     def saves_single_file(self) -> bool:

@@ -96,6 +96,18 @@ class Board:
             raise refusal
         return verdict
 
+    def part(self, topic: str) -> None:
+        """Ends what ranks do here: rank 0, whose process may hold the store, returns when all others have called this,
+        or seem dead; they return at once, and may not use the board again if rank 0 ends. `topic` as in `agree`."""
+        keys = {rank: f"{topic}/{rank}" for rank in range(1, self.size)}
+        if self.rank:
+            self._store.set(keys[self.rank], "gone")
+            return
+        with suppress(AgreementError):
+            self._wait_for(keys, topic, "ranks {missing} have stopped")
+        for key in keys.values():
+            self._store.delete_key(key)
+
     def beat(self) -> None:
         """Tells the other ranks that this one is alive. Call it during long work; it sends few messages per timeout."""
         now = time.monotonic()
