@@ -945,6 +945,28 @@ def test_state_on_disk_can_be_read_copied_and_edited_like_any_other(tmp_path: Pa
     run.engine.close()
 
 
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "copy": lambda state: state.copy(),
+    "dict": dict,
+    "| on the left": lambda state: state | {"more": {}},
+    "| on the right": lambda state: {"more": {}} | state,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_an_optimizers_state_has_the_step_that_was_just_called(how: str) -> None:
+    run = Steps(2, Offload(optimizer="cpu"))
+    for number in (1, 2):
+        run.step()
+        copied = COPIES[how](run.optimizer.state)
+        assert isinstance(copied, defaultdict) == (how != "dict")
+        steps = [float(state["step"]) for key, state in copied.items() if key != "more"]
+        assert steps == [number] * 6
+    run.engine.close()
+
+
 @pytest.mark.parametrize("of_a_device", [True, False])
 def test_the_host_steps_for_a_device_by_the_fused_kernel_and_options_are_the_users_own_between_steps(
     of_a_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
