@@ -324,6 +324,7 @@ def test_a_folder_behind_http_is_read_as_one(tmp_path: Path) -> None:
         assert saving.pl_load(f"{url}/a.ckpt")["state_dict"]["w"].tolist() == [3, 3, 3]
         assert interop._folder_of_checkpoint(f"{url}/b.ckpt") is None  # Lightning's own business
         server.shutdown()
+    assert interop._folder_of_checkpoint(f"{url}/a.ckpt") is None  # nobody answers, which Lightning's loader tells
 
 
 # -- on a disk
@@ -336,6 +337,9 @@ def test_the_last_is_what_is_called_so_and_for_a_fit_the_newest_if_that_is_anoth
 
     assert last_for(TrainerFn.VALIDATING, tmp_path) == set()  # as under any other strategy
     assert last_for(TrainerFn.FITTING, tmp_path) == a
+    (tmp_path / "last.ckpt").mkdir()  # of a save that was killed
+    assert last_for(TrainerFn.VALIDATING, tmp_path) == set()
+    (tmp_path / "last.ckpt").rmdir()
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
     assert all(last_for(function, tmp_path) == last for function in (*evaluations, TrainerFn.FITTING))
     save(str(tmp_path / "b.ckpt"), 2)

@@ -223,7 +223,7 @@ class CaughtUpState(defaultdict[Any, Any]):
 
     # `defaultdict` would call this class as it calls itself.
 
-    def copy(self) -> defaultdict[Any, Any]:
+    def copy(self) -> Any:
         self._catch_up()
         return self.as_made()
 
