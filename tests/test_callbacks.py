@@ -142,7 +142,7 @@ def test_who_is_told_to_stop_saves_a_fit_where_the_first_callback_saves_and_is_t
     function: TrainerFn, saved: int, tmp_path: Path
 ) -> None:
     board, savers = (
-        Board(dist.HashStore(), 0, 1, timedelta(seconds=5)),
+        Board(dist.HashStore(), 0, 2, timedelta(seconds=5)),
         [ModelCheckpoint(), *map(ModelCheckpoint, "ab")],
     )
     for saver, name in zip(savers[1:], "ab", strict=True):

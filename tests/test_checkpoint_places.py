@@ -14,6 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.exceptions import FSTimeoutError
+from fsspec.implementations.http import HTTPFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
@@ -324,7 +326,16 @@ def test_a_folder_behind_http_is_read_as_one(tmp_path: Path) -> None:
         assert saving.pl_load(f"{url}/a.ckpt")["state_dict"]["w"].tolist() == [3, 3, 3]
         assert interop._folder_of_checkpoint(f"{url}/b.ckpt") is None  # Lightning's own business
         server.shutdown()
-    assert interop._folder_of_checkpoint(f"{url}/a.ckpt") is None  # nobody answers, which Lightning's loader tells
+
+
+def test_a_web_server_that_does_not_answer_in_time_is_left_to_lightnings_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(*_: Any, **__: Any) -> bool:
+        raise FSTimeoutError
+
+    monkeypatch.setattr(HTTPFileSystem, "isfile", wait)
+    assert interop._folder_of_checkpoint("http://127.0.0.1/a.ckpt") is None
 
 
 # -- on a disk
