@@ -405,8 +405,40 @@ def save_beside(strategy: Any, world: int, path: Path) -> dict[str, Any]:
     state = {"state_dict": model, "optimizer": optimizer, "weights": model, "pytorch-lightning_version": L.__version__}
     made.save(path, state, filter={"weights": lambda name, _: not name.endswith("bias")})
     found = {"weights": whole(made, model), "state": optimizer.state_dict()["state"]}
+    found["steps"] = max(int(state["step"]) for state in found["state"].values())
     made.strategy.teardown()
     return found
+
+
+def save_a_module_itself(strategy: Any, path: Path) -> dict[str, Tensor]:
+    """What `module.state_dict()` is of a model whose parameters rest as shards, and which is pickled."""
+    made = fabric(strategy, 2)
+    model: Any = made.setup(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)))
+    made.save(path, {"model": model, "net": [model.module]})
+    found = whole(made, model)
+    made.strategy.teardown()
+    return found
+
+
+def bytes_to_load(strategy: Any, path: Path) -> int:
+    """How many bytes this rank reads of its checkpoint, to go on from it."""
+    made = fabric(strategy, 2)
+    model: Any = nn.Linear(700, 700)
+    model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters()))
+    made.backward(model(torch.ones(1, 700)).sum())
+    optimizer.step()
+    made.save(path, {"model": model, "optimizer": optimizer})
+    readers: dict[int, ShardReader] = {}
+    close = ShardReader.close
+
+    def note(reader: ShardReader) -> None:
+        readers[id(reader)] = reader
+        close(reader)
+
+    with patch.object(ShardReader, "close", note):
+        made.load(path, {"model": model, "optimizer": optimizer})
+    made.strategy.teardown()
+    return sum(reader.bytes_read for reader in readers.values())
 
 
 def refusals(world: int) -> dict[str, str]:

@@ -7,15 +7,17 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import callback_jobs
 import jobs
@@ -133,6 +135,39 @@ def test_a_flag_that_a_failed_run_has_left_stops_no_later_one() -> None:
         return Preemption(strategy)._is_told()
 
     assert [is_told(1), is_told(1, Notice.STOP), is_told(1), is_told(2)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("function", "saved"), [(TrainerFn.FITTING, 1), (TrainerFn.VALIDATING, 0)])
+def test_who_is_told_to_stop_saves_a_fit_where_the_first_callback_saves_and_is_told_once(
+    function: TrainerFn, saved: int, tmp_path: Path
+) -> None:
+    board, savers = (
+        Board(dist.HashStore(), 0, 2, timedelta(seconds=5)),
+        [ModelCheckpoint(), *map(ModelCheckpoint, "ab")],
+    )
+    for saver, name in zip(savers[1:], "ab", strict=True):
+        saver.dirpath = str(tmp_path / name)
+
+    def preemption(*told: Notice) -> Preemption:
+        notices: Any = SimpleNamespace(here=set(told), anywhere=set(told))
+        return Preemption(SimpleNamespace(board=board, _runs=1, _notices=notices, _savers=savers))  # type: ignore[arg-type]
+
+    run = Mock(fast_dev_run=False, is_global_zero=True, **{"state.fn": function})
+    stopped = preemption(Notice.STOP)
+    assert stopped._is_told()
+    with pytest.raises(SIGTERMException):
+        stopped._stop_if_told(run)
+    assert run.save_checkpoint.call_args_list == [call(str(tmp_path / "a" / "preempted.ckpt"))] * saved
+    assert not preemption()._is_told()
+
+
+def test_the_users_own_handler_of_a_signal_is_called_too() -> None:
+    strategy: Any = SimpleNamespace(_notices=SimpleNamespace(here=set()))
+    theirs = Mock()
+    for before in (theirs, signal.SIG_DFL, None):
+        Preemption(strategy)._on_signal({Notice.STOP}, before, signal.SIGTERM, None)
+    theirs.assert_called_once_with(signal.SIGTERM, None)
+    assert strategy._notices.here == {Notice.STOP}
 
 
 def test_what_lightnings_tuner_tries_is_not_told_as_a_run() -> None:

@@ -746,19 +746,19 @@ def test_no_damage_keeps_the_newest_of_the_others_from_being_found(damage: str, 
         assert all("cannot read" in problem and os.strerror(number) in problem for problem in skipped)
 
 
-@pytest.mark.parametrize("left", [None, 3])
+@pytest.mark.parametrize("change", ["missing", "short", "long"])
 @pytest.mark.parametrize("kind", ["crc32", "pt"])
-def test_a_checkpoint_without_all_its_checksums_or_objects_is_not_the_newest(
-    kind: str, left: int | None, tmp_path: Path
+def test_a_checkpoint_whose_checksums_or_objects_are_not_as_written_is_not_the_newest(
+    kind: str, change: str, tmp_path: Path
 ) -> None:
     for version in range(2):
         path = tmp_path / str(version)
         Saver(LocalComm().board, warn=lambda _: None).save({"epoch": 0, "mine": Strange()}, str(path), {})
     file = next((tmp_path / "1").glob(f"*.{kind}"))
-    if left is None:
+    if change == "missing":
         file.unlink()
     else:
-        file.write_bytes(file.read_bytes()[:left])
+        file.write_bytes(file.read_bytes()[:3] if change == "short" else file.read_bytes() + b"\0")
     assert str(find_newest(tmp_path).newest) == str(tmp_path / "0")
 
 

@@ -386,13 +386,13 @@ def test_a_dtype_that_safetensors_lacks_is_refused_by_name(tmp_path: Path) -> No
 
 
 def test_files_hold_what_they_are_told_to_and_the_index_knows_where(tmp_path: Path) -> None:
-    sizes = {"a": 10, "b": 60, "c": 30, "d": 250, "e": 10}  # of 4 bytes
+    sizes = {"a": 10, "b": 60, "c": 30, "d": 250, "e": 10, "f": 60}  # of 4 bytes
     state = {name: torch.full((size,), float(size)) for name, size in sizes.items()}
     names = export_safetensors(save(tmp_path / "folder", state), tmp_path / "out", shard_bytes=400)
     assert names == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*names, INDEX]
     held = [sorted(load_file(tmp_path / "out" / name)) for name in names]
-    assert held == [["a", "b", "c"], ["d"], ["e"]]  # up to 400 bytes; what is larger has a file to itself
+    assert held == [["a", "b", "c"], ["d"], ["e", "f"]]  # up to 400 bytes; what is larger has a file to itself
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["metadata"] == {"total_size": 4 * sum(sizes.values())}
     assert index["weight_map"] == {key: name for name, keys in zip(names, held, strict=True) for key in keys}
@@ -417,10 +417,14 @@ def test_an_earlier_export_gives_way_and_other_files_stay(tmp_path: Path) -> Non
     """transformers reads `model.safetensors` before it looks for an index: an old one would win."""
     out = tmp_path / "out"
     folder = save(tmp_path / "folder", {"a": torch.ones(9), "b": torch.ones(9)})
+    out.mkdir()
+    for name in (others := {"config.json", "my-model.safetensors", "model.safetensors.md"}):
+        (out / name).touch()
     for shard_bytes, expected in ((99, 1), (36, 3), (99, 1)):
         export_safetensors(folder, out, shard_bytes=shard_bytes)
-        (out / "config.json").write_text("{}")
-        assert len(list(out.iterdir())) == expected + 1
+        names = {path.name for path in out.iterdir()}
+        assert others < names
+        assert len(names) == expected + len(others)
 
 
 def tiny(kind: str) -> Any:
@@ -452,6 +456,12 @@ def test_r03_transformers_reads_a_model_that_was_held_as_self_model(
     assert again.get_output_embeddings().weight is again.get_input_embeddings().weight
     tokens = torch.arange(12)[None]
     assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+
+def test_of_a_name_only_its_beginning_is_left_out(tmp_path: Path) -> None:
+    folder = save(tmp_path / "folder", {"model.model.a": torch.ones(2), "model.b": torch.ones(2)})
+    export_safetensors(folder, tmp_path / "out", prefix="model.")
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["b", "model.a"]
 
 
 def test_a_prefix_that_nothing_has_is_refused(tmp_path: Path) -> None:

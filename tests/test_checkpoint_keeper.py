@@ -306,6 +306,15 @@ def test_pickled_objects_are_read_where_the_user_asks_for_them_and_otherwise_tol
     assert all("fractions.Fraction" in told for told in warnings)
 
 
+def test_what_is_pickled_is_told_once_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    def do(keeper: CheckpointKeeper, comm: Comm) -> None:
+        keeper.save({**jobs.tree_of(3, comm.rank, 2), "mine": Fraction(1, 3)}, str(tmp_path / "a"), 3, {})
+
+    on_ranks(do)
+    (told,) = warnings
+    assert "no plain data: mine (Fraction)" in told
+
+
 def test_a_missing_checkpoint_is_also_the_error_that_lightning_has_for_it(tmp_path: Path) -> None:
     def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
         with pytest.raises(FileNotFoundError) as caught:
@@ -330,6 +339,28 @@ def test_no_link_shows_what_could_not_be_saved(tmp_path: Path, monkeypatch: pyte
     for failed, made in on_ranks(do, in_background=True):
         assert "No space left on device" in failed
         assert not made
+    assert os.listdir(tmp_path) == []
+
+
+def test_after_a_failed_save_that_was_told_of_old_checkpoints_go_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(draft: Draft, manifest: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def do(keeper: CheckpointKeeper, comm: Comm) -> str | None:
+        save(keeper, comm, tmp_path / "a", 3)
+        keeper.saver.together("wait", keeper.saver.wait)
+        if comm.rank == 0:
+            monkeypatch.setattr(LocalDraft, "commit", fail)
+        keeper.saver.together("break", dict)
+        save(keeper, comm, tmp_path / "b", 4)
+        told = jobs.error_of(lambda: keeper.saver.together("wait", keeper.saver.wait))
+        keeper.remove(str(tmp_path / "a"))
+        keeper.saver.wait()
+        return told
+
+    assert all("No space left on device" in str(told) for told in on_ranks(do, in_background=True))
     assert os.listdir(tmp_path) == []
 
 

@@ -782,6 +782,28 @@ def test_who_has_waited_in_vain_for_a_tensor_does_not_wait_for_the_others(
     assert wait < ThreadWorld(2, wait_timeout=wait).run(on_rank)[0] < 4 * wait
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_edits_a_checkpoint_edits_nothing_of_the_model(stage: int) -> None:
+    def on_rank(comm: Comm) -> list[Tensor]:
+        model = seeded(lambda: nn.Linear(3, 4))
+        engine = Engine(model, optimizers := MAKERS["sgd"](model), stage=stage, comm=comm)
+        state = engine.states.spread_model()
+        edited = state["weight"].zero_()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizers[0].step()
+        found = engine.states.full_model()
+        return [edited.clone(), found["weight"], found["bias"]]
+
+    expected = seeded(lambda: nn.Linear(3, 4))
+    (optimizer,) = MAKERS["sgd"](expected)
+    expected(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for edited, weight, bias in Place(stage, 2).run(on_rank):
+        assert not edited.count_nonzero()
+        assert torch.equal(weight, expected.weight)
+        assert torch.equal(bias, expected.bias)
+
+
 def test_a_save_over_an_older_checkpoint_leaves_only_the_new_one(start: nn.Module, tmp_path: Path) -> None:
     train_and_save(start, one_of_each, Place(2, 4), tmp_path / "ckpt", steps=1)
     saved = Saved(tmp_path / "ckpt", train_and_save(start, one_of_each, Place(3, 2), tmp_path / "ckpt", steps=3))

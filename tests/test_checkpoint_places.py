@@ -14,6 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.exceptions import FSTimeoutError
+from fsspec.implementations.http import HTTPFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
@@ -239,6 +241,37 @@ def test_r49_nothing_but_the_checkpoint_itself_is_removed(name: str, bucket: Pat
     assert sorted(file.name for file in bucket.iterdir()) == sorted(others)
 
 
+@pytest.mark.parametrize(("url", "removed"), [("bucket://run/a.ckpt", ["run/a.ckpt"]), ("bucket://run", [])])
+def test_r49_a_checkpoint_goes_with_its_folder_and_never_with_the_bucket(
+    url: str, removed: list[str], bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone: list[str] = []
+    monkeypatch.setattr(buckets.BucketFileSystem, "rmdir", lambda store, path: gone.append(path))
+    save(url, 1)
+    Folder(url).remove()
+    assert Folder(url).names() == []
+    assert gone == removed
+
+
+def test_r49_a_file_that_cannot_be_removed_keeps_no_other_one(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("bucket://run/a.ckpt", 1)
+    names = Folder("bucket://run/a.ckpt").names()
+    kept = next(name for name in names if name.endswith(".crc32"))
+    remove = buckets.BucketFileSystem.rm_file
+
+    def refuse(store: Any, path: str) -> None:
+        if path.endswith(kept):
+            raise PermissionError("403 Forbidden")
+        remove(store, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buckets.BucketFileSystem, "rm_file", refuse)
+        Folder("bucket://run/a.ckpt").remove()
+    assert Folder("bucket://run/a.ckpt").names() == [kept]
+    save("bucket://run/a.ckpt", 2)
+    assert value_at("bucket://run/a.ckpt") == 2
+
+
 def test_r49_single_files_in_a_bucket_come_and_go_and_the_last_is_found(bucket: Path, two_ranks: RankPool) -> None:
     strategy = {"stage": 2, "checkpoint": {"format": "full"}}
     two_ranks.run(in_bucket, jobs.fit_keeping, bucket, strategy, 2, "bucket://run/kept", **SETTINGS)
@@ -295,6 +328,16 @@ def test_a_folder_behind_http_is_read_as_one(tmp_path: Path) -> None:
         server.shutdown()
 
 
+def test_a_web_server_that_does_not_answer_in_time_is_left_to_lightnings_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(*_: Any, **__: Any) -> bool:
+        raise FSTimeoutError
+
+    monkeypatch.setattr(HTTPFileSystem, "isfile", wait)
+    assert interop._folder_of_checkpoint("http://127.0.0.1/a.ckpt") is None
+
+
 # -- on a disk
 
 
@@ -305,6 +348,9 @@ def test_the_last_is_what_is_called_so_and_for_a_fit_the_newest_if_that_is_anoth
 
     assert last_for(TrainerFn.VALIDATING, tmp_path) == set()  # as under any other strategy
     assert last_for(TrainerFn.FITTING, tmp_path) == a
+    (tmp_path / "last.ckpt").mkdir()  # of a save that was killed
+    assert last_for(TrainerFn.VALIDATING, tmp_path) == set()
+    (tmp_path / "last.ckpt").rmdir()
     (tmp_path / "last.ckpt").symlink_to("a.ckpt")
     assert all(last_for(function, tmp_path) == last for function in (*evaluations, TrainerFn.FITTING))
     save(str(tmp_path / "b.ckpt"), 2)

@@ -578,7 +578,7 @@ def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_file_that_ends_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = write(tmp_path, [cut("w", torch.ones(5000), [0, 5000])])
     monkeypatch.setattr(Folder, "open", lambda self, name: io.BytesIO((tmp_path / name).read_bytes()[:9000]))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="ends too early"):
         reader.read(reader.manifest.tensors["w"], Extent.of_whole("w", (5000,)), torch.empty(5000))
 
 

@@ -49,6 +49,9 @@ def test_classes_are_given_as_classes_paths_or_names() -> None:
     assert classes_from([nn.Linear, "torch.nn.Conv2d", "Block"], "units") == (nn.Linear, nn.Conv2d, "Block")
     with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module class"):
         classes_from([int], "units")
+    for path in ("torch.nn.Conv4d", "torch.nowhere.Conv2d"):
+        with pytest.raises(ValueError, match=f"units names '{path}', which cannot be imported"):
+            classes_from([path], "units")
 
 
 def test_bucket_sizes_are_mebibytes() -> None:

@@ -19,6 +19,8 @@ import warm
 from compare import assert_same_bits
 from jobs import Classifier
 from lightning_zero import Checkpoint, ZeroStrategy, consolidate, verify
+from lightning_zero.checkpoint import Folder
+from lightning_zero.checkpoint.manifest import read_manifest
 from lightning_zero.pl.fabric import FabricZeroStrategy
 from ranks import PATIENCE, SHORT, RankPool, run_alone
 
@@ -257,6 +259,7 @@ def test_what_fabric_saves_is_read_by_others(two_ranks: RankPool, tmp_path: Path
     folder, file = tmp_path / "folder", tmp_path / "file"
     expected = two_ranks.run(fabric_jobs.save_beside, {"stage": 3}, 2, folder)[0]
     assert_same_bits(Classifier.load_from_checkpoint(folder).state_dict(), expected["weights"])
+    assert read_manifest(Folder(folder)).about["step"] == expected["steps"] > 0
     consolidate(folder, tmp_path / "consolidated")
     two_ranks.run(fabric_jobs.save_beside, {"stage": 3, "checkpoint": "full"}, 2, file)
     for single in (tmp_path / "consolidated", file):
@@ -265,6 +268,20 @@ def test_what_fabric_saves_is_read_by_others(two_ranks: RankPool, tmp_path: Path
         assert all(not name.endswith("bias") for name in saved["weights"])
         for index, state in expected["state"].items():
             assert_same_bits(saved["optimizer"]["state"][index], state)
+
+
+def test_a_module_that_is_saved_as_it_is_has_its_whole_values_in_a_single_file(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    strategy = {"stage": 3, "checkpoint": "full", "wait_timeout": SHORT}
+    expected, _ = two_ranks.run(fabric_jobs.save_a_module_itself, strategy, tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved", weights_only=False)
+    assert_same_bits(saved["net"][0].state_dict(), expected)
+
+
+def test_each_rank_reads_its_part_of_the_state_of_an_optimizer(two_ranks: RankPool, tmp_path: Path) -> None:
+    read = two_ranks.run(fabric_jobs.bytes_to_load, {"stage": 3}, tmp_path / "saved")
+    assert max(read) < 0.6 * sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
 
 
 def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:

@@ -128,11 +128,15 @@ def test_what_a_checkpoint_takes_is_counted_alike_on_every_rank_and_at_every_sta
     assert ThreadWorld(2).run(job) == [[12 * psi + 20, 4 * psi + 20, 12 * psi + 20]] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int) -> None:
+def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int, dtype: torch.dtype) -> None:
     def job(comm: Comm) -> tuple[Forecast, dict[str, int]]:
-        engine, optimizer = begin(comm, stage, autocast_dtype=BF16)
-        engine.module.register_buffer("running", torch.zeros(5))
+        module = model().to(dtype)
+        optimizer = torch.optim.AdamW(module.parameters())
+        engine = Engine(module, [optimizer], stage=stage, comm=comm, options=Options(autocast_dtype=BF16))
+        for name, kind in (("running", dtype), ("seen", torch.int64)):
+            engine.module.register_buffer(name, torch.zeros(5, dtype=kind))
         expected = forecast(engine, [optimizer], [room_for_average(engine)])
         of_two = forecast(engine, [optimizer], [room_for_average(engine)] * 2)
         assert of_two.here["average"] == 2 * expected.here["average"]
@@ -143,7 +147,7 @@ def test_an_average_is_told_at_the_start_as_it_will_rest(stage: int) -> None:
 
     for expected, found in ThreadWorld(2).run(job):
         assert expected.here["average"] == found["average"] > 0
-        assert expected.ddp["average"] == 4 * expected.numel + 4 * 5
+        assert expected.ddp["average"] == dtype.itemsize * (expected.numel + 5) + 8 * 5
 
 
 def test_the_table_sets_bytes_beside_ddps_and_fits_into_60_columns() -> None:

@@ -431,9 +431,11 @@ def test_an_optimizer_whose_state_or_groups_are_edited_after_the_call_of_step_ha
     assert_as_on_one_device(tower(), act, stage, fused_adam, **options)
 
 
-@pytest.mark.parametrize("tiers", ["optimizer on the host", "optimizer on disk"])
+@pytest.mark.parametrize("tiers", [None, "optimizer on the host", "optimizer on disk"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(stage: int, tiers: str, tmp_path: Path) -> None:
+def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(
+    stage: int, tiers: str | None, tmp_path: Path
+) -> None:
     def act(model: Any, engine: Any, optimizer: Optimizer, comm: Any) -> dict[str, torch.Tensor]:
         saved = {}
         for step in range(4):
@@ -442,10 +444,12 @@ def test_an_optimizer_goes_back_to_a_state_of_its_own_from_before(stage: int, ti
                 saved = copy.deepcopy(optimizer.state_dict())
             if step == 2:
                 optimizer.load_state_dict(saved)
-        return state_of(model, engine)
+        state = optimizer.state_dict() if engine is None else engine.states.full_optimizer(optimizer)
+        moments = {str(index): state["state"][index]["exp_avg"] for index in sorted(state["state"])}
+        return {**state_of(model, engine), **moments}
 
-    options = {"offload": at(tiers, tmp_path), "machine": APART}
-    assert_as_on_one_device(tower(), act, stage, fused_adam, **options)
+    offload = None if tiers is None else at(tiers, tmp_path)
+    assert_as_on_one_device(tower(), act, stage, fused_adam, offload=offload, machine=APART)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -938,6 +942,28 @@ def test_state_on_disk_can_be_read_copied_and_edited_like_any_other(tmp_path: Pa
     run.optimizer.param_groups[0].update(betas=(1.0, 0.999), fused=True)  # a step that keeps the first moment as it is
     run.step()
     assert run.optimizer.state[run.model[0].weight]["exp_avg"].equal(expected)
+    run.engine.close()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "copy": lambda state: state.copy(),
+    "dict": dict,
+    "| on the left": lambda state: state | {"more": {}},
+    "| on the right": lambda state: {"more": {}} | state,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_an_optimizers_state_has_the_step_that_was_just_called(how: str) -> None:
+    run = Steps(2, Offload(optimizer="cpu"))
+    for number in (1, 2):
+        run.step()
+        copied = COPIES[how](run.optimizer.state)
+        assert isinstance(copied, defaultdict) == (how != "dict")
+        steps = [float(state["step"]) for key, state in copied.items() if key != "more"]
+        assert steps == [number] * 6
     run.engine.close()
 
 

@@ -110,16 +110,20 @@ class Begun(ByFormula):
         super().__init__(parameters)
         self.changed, self.state["steps"] = change, torch.zeros(1)
         for p in self.param_groups[0]["params"]:
-            self.state[p].update(begin=p.detach().clone(), total=torch.full_like(p, 0.1), steps=0)
+            off = torch.zeros_like(p, dtype=torch.bool)
+            self.state[p].update(begin=p.detach().clone(), total=torch.full_like(p, 0.1), off=off, steps=0)
 
     def change(self, p: Tensor, state: dict[str, Any]) -> Tensor:  # type: ignore[override]
         state["total"].add_(p.grad.square())
-        return self.changed(p.grad / state["total"].sqrt() + 0.1 * (p - state["begin"]))
+        grad = torch.where(state["off"], 0, p.grad)
+        return self.changed(grad / state["total"].sqrt() + 0.1 * (p - state["begin"]))
 
 
 def test_what_makes_state_at_construction_is_tried_with_the_like() -> None:
-    assert why_not_in_pieces(Begun(parameters(), lambda update: update)) is None
-    assert why_not_in_pieces(Begun(parameters(), lambda update: update / update.norm())) == BY_TENSOR
+    for make in (torch.ones, torch.zeros, torch.rand):
+        weights = [Parameter(make(30, 20)), Parameter(make(20))]
+        assert why_not_in_pieces(Begun(weights, lambda update: update)) is None
+        assert why_not_in_pieces(Begun(weights, lambda update: update / update.norm())) == BY_TENSOR
     drawn = Begun(parameters(), lambda update: update)
     drawn.state[drawn.param_groups[0]["params"][0]]["mask"] = torch.rand(30, 20) > 0.5
     assert "could not be tried on small tensors" in str(why_not_in_pieces(drawn)), "what it would be cannot be told"
@@ -325,7 +329,7 @@ def test_an_optimizer_that_draws_random_numbers_is_refused_and_told_that_it_does
 
     with pytest.raises(ValueError, match=r"Noisy draws random numbers, for the parameters in turn.*stage=0.*'element'"):
         ThreadWorld(2).run(set_up)
-    for granularity, what in (("tensor", "tensors"), ("element", "pieces")):
+    for granularity, what in (("tensor", "tensors"), ("block", "blocks"), ("element", "pieces")):
         with pytest.warns(UserWarning, match=rf"Noisy draws random numbers.*for the {what} that it.*not DDP's"):
             ThreadWorld(2).run(lambda comm, asked=granularity: set_up(comm, granularity=asked))
 

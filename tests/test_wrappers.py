@@ -237,8 +237,21 @@ class Lookback(torch.optim.SGD):
         return {**super().state_dict(), "slow_state": slow}
 
 
+class LookbackOfPairs(Lookback):
+    """Has pieces in a container, too."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["pair"] = (torch.zeros_like(parameter), torch.zeros_like(parameter))
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Lookback, LookbackOfPairs])
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
-def test_tensors_beside_the_state_are_refused_without_advice_that_does_not_help(granularity: str) -> None:
+def test_tensors_beside_the_state_are_refused_without_advice_that_does_not_help(
+    granularity: str, kind: type[Lookback]
+) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> None:
         model(x()).square().mean().backward()
         optimizer.step()
@@ -246,7 +259,7 @@ def test_tensors_beside_the_state_are_refused_without_advice_that_does_not_help(
             engine.states.full_optimizer(optimizer)
         assert "granularity" not in str(told.value)
 
-    on_engine(tower(), act, 2, lambda parameters: Lookback(parameters, lr=0.1), granularity=granularity)
+    on_engine(tower(), act, 2, lambda parameters: kind(parameters, lr=0.1), granularity=granularity)
 
 
 def test_an_optimizer_that_torch_has_not_made_is_refused_with_the_remedy() -> None:

@@ -278,13 +278,14 @@ class CountsInGroups(torch.optim.SGD):
 
 
 class CountsInTable(torch.optim.SGD):
-    """Keeps the count of its steps in a dictionary of its own: heavyball's do."""
+    """Keeps the count of its steps in a dictionary of its own, as heavyball's do, and the rate of each."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss, table = evaluated(closure), vars(self).setdefault("table", {"steps": 0})
         table["steps"] += 1
+        table[f"rate {len(table)}"] = rate = 0.1 / len(table)
         for group in self.param_groups:
-            group["lr"] = 0.1 / table["steps"]
+            group["lr"] = rate
         super().step()
         return loss
 

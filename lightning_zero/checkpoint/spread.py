@@ -100,10 +100,7 @@ class SpreadState(Spread):
         )
 
     def pieces(self) -> list[Range]:
-        slot, written = self._slot, Written(self._slot)
-        share = written.state
-        if not (share.numel or written.is_first_of_state):
-            return []
+        slot, share = self._slot, Written(self._slot).state
         start = share.shard_start - slot.state_piece.shard_start
         part, piece = slice(start, start + share.numel), self._piece
         if isinstance(piece, StateElsewhere):
@@ -116,8 +113,8 @@ class SpreadState(Spread):
 
 @final
 class SpreadBlocks(Spread):
-    """A tensor of optimizer state with one element for each block of its parameter, of which this rank has those of its
-    piece. It is named as not cut like its parameter, so that an optimizer that steps no blocks loads all of it."""
+    """A tensor of optimizer state with one element for each block of its parameter, of which this rank writes those of
+    its piece. It is named as not cut like its parameter, so that an optimizer that steps no blocks loads all of it."""
 
     def __init__(self, name: str, slot: Slot, entries: Tensor) -> None:
         super().__init__(name + WHOLE, (slot.blocks,), entries.dtype)
@@ -129,9 +126,7 @@ class SpreadBlocks(Spread):
 
     def pieces(self) -> list[Range]:
         own = self._slot.own_blocks
-        is_written = Written(self._slot).is_first_copy and self._slot.piece.numel
-        extent = Extent.of_whole(self.name, self.shape, own.start, own.stop)
-        return [Range(extent, self._entries)] if is_written else []
+        return [Range(Extent.of_whole(self.name, self.shape, own.start, own.stop), self._entries)]
 
 
 def read_part(saved: Tensor, box: Box, start: int, stop: int, device: torch.device) -> Tensor:

@@ -221,6 +221,20 @@ class CaughtUpState(defaultdict[Any, Any]):
         dict.update(made, dict.items(self))
         return made
 
+    # `defaultdict` would call this class as it calls itself.
+
+    def copy(self) -> Any:
+        self._catch_up()
+        return self.as_made()
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.items()))
 

@@ -205,11 +205,13 @@ class _UnknownError(Exception):
 def _alike(value: Any, known: Tensor, tried: Tensor) -> Any:
     """Returns what an entry of the state of a `known` parameter would be of the one that is `tried`."""
     if isinstance(value, Tensor) and not is_single(value):
-        if value.shape == known.shape and value.equal(known):
-            return tried.detach().clone()
+        is_same = value.dtype == known.dtype
+        dtype = tried.dtype if is_same else value.dtype
+        # A mask of zeros is no copy of a bias that begins with zeros.
+        if value.shape == known.shape and (is_same or value.is_floating_point()) and value.equal(known):
+            return tried.detach().to(dtype, copy=True)
         if value.shape != known.shape or not value.numel() or not bool((value == value.flatten()[0]).all()):
             raise _UnknownError
-        dtype = tried.dtype if value.dtype == known.dtype else value.dtype
         return torch.full_like(tried, value.flatten()[0].item(), dtype=dtype, requires_grad=False)
     return copy.deepcopy(value)
 
