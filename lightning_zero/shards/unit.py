@@ -1,11 +1,12 @@
 """`Unit`: modules whose parameters are gathered together, into one buffer of the arena."""
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from typing import final
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from lightning_zero.device import Event, wait_for
@@ -64,10 +65,7 @@ class Unit:
         # Values that come from another tier are copied beside the device's work. That stream first waits for the work
         # that has used the buffer before.
         with nullcontext() if aside is None else aside.after_current():
-            for offset, group in zip(self._offsets, self.groups, strict=True):
-                dtype = group.kind.resting
-                with torch.inference_mode(False):
-                    full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+            for group, full in self._in_buffer():
                 group.set_full(full)
                 told = diverges if group is self.groups[0] else None
                 group.catch_up()
@@ -75,6 +73,27 @@ class Unit:
             if aside is not None:
                 self._copied = aside.record()
         return self._under_way[0]
+
+    def _in_buffer(self) -> Iterator[tuple[ShardGroup, Tensor]]:
+        """Yields the groups with their parts of the buffer."""
+        assert self.buffer is not None, self.name
+        for offset, group in zip(self._offsets, self.groups, strict=True):
+            dtype = group.kind.resting
+            with torch.inference_mode(False):
+                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+            yield group, full
+
+    def move(self, arena: Arena) -> None:
+        """Moves the values into another buffer. Users who hold views of them keep the old ones, whatever is written
+        into the new one."""
+        self.wait()
+        old = self.buffer
+        assert old is not None, self.name
+        self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
+        self.buffer.memory[: self.nbytes].copy_(old.memory[: self.nbytes])
+        for group, full in self._in_buffer():
+            group.edits.move(full)
+        arena.give_back(old, apart=not self.is_leaf)
 
     def pass_by(self, diverges: bool | None = None) -> Gather:
         """Takes part in the other ranks' gather of the unit, and keeps no values. Returns what `gather` returns."""
