@@ -104,9 +104,11 @@ class UnitCache:
             self._release(unit)
 
     def part_from_old(self, unit: Unit) -> None:
-        """Moves a gathered unit if users have assigned other tensors to `p.data`, before these are written where the old
-        values are: ``old = p.data; p.data = t`` leaves `old` as it is, and so may be followed by ``p.data = old``."""
-        if any(not group.kind.upcasts and group.full_param is not None and group.edits.assigned for group in unit.groups):
+        """Moves a gathered unit if users have assigned other tensors to `p.data` and hold views of old values, before
+        these are overwritten: ``old = p.data; p.data = t`` leaves `old` as it is, for a later ``p.data = old``."""
+        groups = (group for group in unit.groups if not group.kind.upcasts and group.full_param is not None)
+        assigned = sum(len(group.edits.assigned) for group in groups)
+        if assigned and unit.is_shared_beside(assigned):
             assert unit.buffer is not None
             del self._in_buffers[unit.buffer.storage]
             unit.move(self._arena)

@@ -35,8 +35,8 @@ class _Copy:
         return edits_of(self.full) != self.version or any(not torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
     def current(self) -> Tensor:
-        """Returns the values with what is assigned, by now: users may hold, and edit, views of it until the loan ends.
-        It is not written into `full`, where users' views of the old values are: `p.data` may be assigned these again."""
+        """Returns the values, and what is assigned by now: users may hold, and edit, views of it until the loan ends.
+        It is not written into `full`, where users' views of old values are: `p.data` may be assigned these again."""
         if not self.assigned:
             return self.full
         current = self.full.clone()

@@ -78,7 +78,7 @@ class Edits:
 
     @property
     def assigned(self) -> dict[Slot, Tensor]:
-        """Tensors that the user has assigned to `p.data` of parameters that show full_param, and which they show now."""
+        """Tensors that the user has assigned to `p.data`, in place of what it shows of full_param."""
         full = self._group.full_param
         assert full is not None
         start, size = full.data_ptr(), full.itemsize

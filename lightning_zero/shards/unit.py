@@ -1,12 +1,11 @@
 """`Unit`: modules whose parameters are gathered together, into one buffer of the arena."""
 
 import bisect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import final
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from lightning_zero.device import Event, wait_for
@@ -65,7 +64,10 @@ class Unit:
         # Values that come from another tier are copied beside the device's work. That stream first waits for the work
         # that has used the buffer before.
         with nullcontext() if aside is None else aside.after_current():
-            for group, full in self._in_buffer():
+            for offset, group in zip(self._offsets, self.groups, strict=True):
+                dtype = group.kind.resting
+                with torch.inference_mode(False):
+                    full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
                 group.set_full(full)
                 told = diverges if group is self.groups[0] else None
                 group.catch_up()
@@ -73,15 +75,6 @@ class Unit:
             if aside is not None:
                 self._copied = aside.record()
         return self._under_way[0]
-
-    def _in_buffer(self) -> Iterator[tuple[ShardGroup, Tensor]]:
-        """Yields the groups with their parts of the buffer."""
-        assert self.buffer is not None, self.name
-        for offset, group in zip(self._offsets, self.groups, strict=True):
-            dtype = group.kind.resting
-            with torch.inference_mode(False):
-                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
-            yield group, full
 
     def move(self, arena: Arena) -> None:
         """Moves the values into another buffer. Users who hold views of them keep the old ones, whatever is written
@@ -91,7 +84,10 @@ class Unit:
         assert old is not None, self.name
         self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
         self.buffer.memory[: self.nbytes].copy_(old.memory[: self.nbytes])
-        for group, full in self._in_buffer():
+        for offset, group in zip(self._offsets, self.groups, strict=True):
+            dtype = group.kind.resting
+            with torch.inference_mode(False):
+                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
             group.edits.move(full)
         arena.give_back(old, apart=not self.is_leaf)
 
@@ -111,8 +107,12 @@ class Unit:
     @property
     def is_shared(self) -> bool:
         """Whether users, or graphs, hold views of the values."""
+        return self.is_shared_beside(0)
+
+    def is_shared_beside(self, assigned: int) -> bool:
+        """As `is_shared`, where so many parameters show other tensors, which users have assigned to `p.data`."""
         assert self.buffer is not None, self.name
-        return self.buffer.is_held_beside(sum(1 + len(group.slots) for group in self.groups))
+        return self.buffer.is_held_beside(sum(1 + len(group.slots) for group in self.groups) - assigned)
 
     def wait(self) -> None:
         """Waits until the values are in the buffer."""
