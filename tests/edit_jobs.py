@@ -272,6 +272,39 @@ class Perturbed(Trained):
         optimizer.step()
 
 
+class Exchanged(Trained):
+    """An average of the weights is validated in place of them: both change places by `p.data`, and without a copy."""
+
+    def on_train_start(self) -> None:
+        self.average = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch._foreach_lerp_(self.average, [parameter.data for parameter in self.parameters()], 0.3)
+
+    def on_validation_start(self) -> None:
+        self.kept = [parameter.data for parameter in self.parameters()]
+        self.show(self.average)
+
+    def on_validation_end(self) -> None:
+        self.show(self.kept)
+
+    def show(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.data = value
+
+
+class ExchangedBetweenForwards(Trained):
+    """As `Exchanged`, in the middle of a step: the loss is that of two sets of weights, each in its turn."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            kept, self.seen[f"before {batch_idx}"] = self.net[4].weight.data, self.loss(batch)
+            self.net[4].weight.data = kept * 0.5
+            self.seen[f"meanwhile {batch_idx}"] = self.loss(batch)
+            self.net[4].weight.data = kept
+        return super().training_step(batch, batch_idx)
+
+
 class EditedBeforeOptimizerStep(Trained):
     """Before each step of the optimizer, beside the gradients, which are clamped."""
 
@@ -539,6 +572,8 @@ MODULES = {
             Reinitialised,
             Rewound,
             Perturbed,
+            Exchanged,
+            ExchangedBetweenForwards,
             EditedBeforeOptimizerStep,
             EditedBeforeBackward,
         ),

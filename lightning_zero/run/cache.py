@@ -1,6 +1,7 @@
 """`UnitCache`: which units are gathered, and which of them must stay gathered."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -93,7 +94,7 @@ class UnitCache:
                 continue
             if keeps_edits and not unit.is_held:
                 with torch.no_grad(), no_interception():
-                    self._watch.keep_used(group)
+                    self._watch.keep_used(group, partial(self.part_from_old, unit))
             self._interception.hide(group)
         if unit.is_held:
             return
@@ -101,6 +102,17 @@ class UnitCache:
             self.discard(self.numbers[unit])
         elif self.numbers[unit] not in self._residents:
             self._release(unit)
+
+    def part_from_old(self, unit: Unit) -> None:
+        """Moves a gathered unit if users have assigned other tensors to `p.data` and hold views of old values, before
+        these are overwritten: ``old = p.data; p.data = t`` leaves `old` as it is, for a later ``p.data = old``."""
+        groups = (group for group in unit.groups if not group.kind.upcasts and group.full_param is not None)
+        assigned = sum(len(group.edits.assigned) for group in groups)
+        if assigned and unit.is_shared_beside(assigned):
+            assert unit.buffer is not None
+            del self._in_buffers[unit.buffer.storage]
+            unit.move(self._arena)
+            self._in_buffers[unit.buffer.storage] = unit
 
     def show(self, unit: Unit) -> None:
         """Shows a unit's values in its parameters until it is unpinned or released. Parameters that are read in another

@@ -25,17 +25,24 @@ class _Copy:
     version: int = 0
     as_lent: Tensor | None = None  # the resting values of units then, (N * S,): of all ranks
     assigned: dict[Slot, Tensor] = field(default_factory=dict)  # by users to `p.data`: views of `full` keep the old
+    kept: Tensor | None = None  # `full` with what was assigned when edits were last kept, (N * S,)
 
     @property
     def is_edited(self) -> bool:
         """Whether values have changed since, as versions tell, and bits of what is assigned: views of it raise none."""
-        pairs = ((slot.view(self.full), values) for slot, values in self.assigned.items())
+        before = self.full if self.kept is None else self.kept
+        pairs = ((slot.view(before), values) for slot, values in self.assigned.items())
         return edits_of(self.full) != self.version or any(not torch.equal(_bits(a), _bits(b)) for a, b in pairs)
 
-    def adopt(self) -> None:
-        """Takes over what is assigned, by now: users may hold, and edit, views of it until the loan ends."""
+    def current(self) -> Tensor:
+        """Returns the values, and what is assigned by now: users may hold, and edit, views of it until the loan ends.
+        It is not written into `full`, where users' views of old values are: `p.data` may be assigned these again."""
+        if not self.assigned:
+            return self.full
+        current = self.full.clone()
         for slot, values in self.assigned.items():
-            slot.view(self.full).copy_(values)
+            slot.view(current).copy_(values)
+        return current
 
 
 @final
@@ -63,7 +70,7 @@ class LastingLoans:
         if group not in self._copies:
             again = self._in_blocks.get(group)
             self._copies[group] = _Copy(read(group) if again is None else again)
-            self._note_lent(group, self._copies[group])
+            self._note_lent(group, self._copies[group], self._copies[group].full)
         if in_block:
             self._in_blocks[group] = self._copies[group].full
         return self._copies[group].full
@@ -77,11 +84,11 @@ class LastingLoans:
         """Shows other values of a two-byte parameter whose copy is lent; views of the old ones keep these."""
         self._copies[slot.group].assigned[slot] = values
 
-    def _note_lent(self, group: ShardGroup, copy: _Copy) -> None:
+    def _note_lent(self, group: ShardGroup, copy: _Copy, current: Tensor) -> None:
         """Notes the state of a copy, so that edits from here on can be told."""
         copy.version = edits_of(copy.full)
         if not group.stays_full:
-            copy.as_lent = copy.full.to(group.kind.resting)
+            copy.as_lent = current.to(group.kind.resting)
 
     def end_call(self, group: ShardGroup, loan: Lent, result: Any) -> None:
         """Notes whether a call has edited lent values unseen, or has returned a view through which they may be."""
@@ -116,6 +123,8 @@ class LastingLoans:
             return
         if not (unit.is_held or is_unversioned):
             return
+        with torch.no_grad(), no_interception():
+            self._cache.part_from_old(unit)
         for group in unit.groups:
             if not group.kind.upcasts:
                 with torch.no_grad(), no_interception():
@@ -130,6 +139,7 @@ class LastingLoans:
             self.show_declared(unit.groups)
         if unit in self._held:
             with torch.no_grad(), no_interception():
+                self._cache.part_from_old(unit)
                 for group in unit.groups:
                     if not group.kind.upcasts and group.full_param is not None and group.edits.adopt_assigned():
                         self._has_kept = True
@@ -151,9 +161,9 @@ class LastingLoans:
         if unit is not None:
             unit.wait()  # a gather under way would overwrite the edit
             self.hold(unit)
-        copy.adopt()
-        if group.edits.show(copy.full, copy.as_lent) and unit is not None:
-            copy.as_lent = copy.full.to(group.kind.resting)
+        current = copy.current()
+        if group.edits.show(current, copy.as_lent) and unit is not None:
+            copy.as_lent = current.to(group.kind.resting)
 
     # -- gradients
 
@@ -230,9 +240,10 @@ class LastingLoans:
         self._wait_for_gather(group)
         if group.kind.upcasts:
             copy = self._copies[group]
-            copy.adopt()
-            group.edits.keep_lent(copy.full, copy.as_lent)
-            self._note_lent(group, copy)
+            current = copy.current()
+            group.edits.keep_lent(current, copy.as_lent)
+            copy.kept = current if copy.assigned else None
+            self._note_lent(group, copy, current)
         else:
             group.edits.keep_shown()
             group.edits.note_versions()
@@ -296,8 +307,7 @@ class LastingLoans:
     def _take_back_declared(self, group: ShardGroup) -> None:
         self._wait_for_gather(group)
         copy = self._copies.pop(group)
-        copy.adopt()
-        group.edits.keep_lent(copy.full, copy.as_lent)
+        group.edits.keep_lent(copy.current(), copy.as_lent)
 
     def _wait_for_gather(self, group: ShardGroup) -> None:
         """A gather under way would overwrite an edit."""
@@ -306,6 +316,7 @@ class LastingLoans:
             unit.wait()
 
     def _take_back_unit(self, unit: Unit) -> None:
+        self._cache.part_from_old(unit)
         for group in unit.groups:
             if not group.kind.upcasts and group.full_param is not None and group not in self._stepped:
                 group.edits.adopt_assigned()

@@ -6,7 +6,7 @@ what they have edited in parameters that always have their values takes it over 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
@@ -68,10 +68,10 @@ class Watch:
         """Forgets all looks, at a boundary."""
         self._fingerprints.clear()
 
-    def keep_used(self, group: ShardGroup) -> None:
-        """Keeps edits of a unit's values, at the end of its use."""
+    def keep_used(self, group: ShardGroup, first: Callable[[], None]) -> None:
+        """Keeps edits of a unit's values, at the end of its use; calls `first` if there are any."""
         full, is_looked_at = group.full_param, group in self._fingerprints
-        group.edits.keep(is_edited=is_looked_at and full is not None and self.tells_edit(group, full))
+        group.edits.keep(is_edited=is_looked_at and full is not None and self.tells_edit(group, full), first=first)
         if is_looked_at:
             self.forget(group)  # the next use may gather them into other memory
 

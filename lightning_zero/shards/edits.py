@@ -5,7 +5,7 @@ them. Each rank keeps edits of what it owns, so all ranks must make the same one
 when their edits are kept: `run.loans`, `run.watch`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -50,25 +50,21 @@ class Edits:
         shown = [(slot.parameter, slot.local.values) for slot in self._group.slots]
         return [(edits_of(parameter), edits_of(values), values.data_ptr()) for parameter, values in shown]
 
-    def keep(self, *, is_edited: bool = False) -> None:
+    def keep(self, *, is_edited: bool = False, first: Callable[[], None] | None = None) -> None:
         """Keeps edits that users have made in the parameters since `note_versions`, as versions and `p.data` tell. Pass
-        `is_edited` if something else has told of them."""
+        `is_edited` if something else has told of them, and what is to be called `first` if there are any."""
         is_edited, self._shown = is_edited or self.are_made, None
         if is_edited:
+            if first is not None:
+                first()
             assert self._group.full_param is not None
             self.adopt_assigned()
             self.keep_lent(self._group.full_param)
 
     def adopt_assigned(self) -> bool:
         """Copies tensors that the user has assigned to `p.data` into full_param; returns whether there were any."""
-        group = self._group
+        group, assigned = self._group, self.assigned
         assert group.full_param is not None
-        start, size = group.full_param.data_ptr(), group.full_param.itemsize
-        assigned = {
-            slot: slot.local.values.detach()
-            for slot in group.slots
-            if slot.numel and slot.local.values.data_ptr() != start + slot.offset * size
-        }
         if not assigned:
             return False
         for slot in assigned:
@@ -79,6 +75,28 @@ class Edits:
             view.copy_(values.view_as(view))
             slot.local.values = view
         return True
+
+    @property
+    def assigned(self) -> dict[Slot, Tensor]:
+        """Tensors that the user has assigned to `p.data`, in place of what it shows of full_param."""
+        full = self._group.full_param
+        assert full is not None
+        start, size = full.data_ptr(), full.itemsize
+        return {
+            slot: slot.local.values.detach()
+            for slot in self._group.slots
+            if slot.numel and slot.local.values.data_ptr() != start + slot.offset * size
+        }
+
+    def move(self, full: Tensor) -> None:
+        """Makes `full`, which has a copy of it, full_param. What is assigned to `p.data` goes on being shown."""
+        is_known = self._shown is not None and not self.are_made
+        assigned = self.assigned
+        self._group.set_full(full)
+        for slot, values in assigned.items():
+            slot.local.values = values
+        if is_known:
+            self.note_versions()
 
     def keep_shown(self) -> None:
         """Keeps what users have edited in the parameters, or assigned to `p.data`, which still shows their tensor."""

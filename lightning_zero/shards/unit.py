@@ -76,6 +76,21 @@ class Unit:
                 self._copied = aside.record()
         return self._under_way[0]
 
+    def move(self, arena: Arena) -> None:
+        """Moves the values into another buffer. Users who hold views of them keep the old ones, whatever is written
+        into the new one."""
+        self.wait()
+        old = self.buffer
+        assert old is not None, self.name
+        self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
+        self.buffer.memory[: self.nbytes].copy_(old.memory[: self.nbytes])
+        for offset, group in zip(self._offsets, self.groups, strict=True):
+            dtype = group.kind.resting
+            with torch.inference_mode(False):
+                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+            group.edits.move(full)
+        arena.give_back(old, apart=not self.is_leaf)
+
     def pass_by(self, diverges: bool | None = None) -> Gather:
         """Takes part in the other ranks' gather of the unit, and keeps no values. Returns what `gather` returns."""
         begun: list[Gather] = []
@@ -92,8 +107,12 @@ class Unit:
     @property
     def is_shared(self) -> bool:
         """Whether users, or graphs, hold views of the values."""
+        return self.is_shared_beside(0)
+
+    def is_shared_beside(self, assigned: int) -> bool:
+        """As `is_shared`, where so many parameters show other tensors, which users have assigned to `p.data`."""
         assert self.buffer is not None, self.name
-        return self.buffer.is_held_beside(sum(1 + len(group.slots) for group in self.groups))
+        return self.buffer.is_held_beside(sum(1 + len(group.slots) for group in self.groups) - assigned)
 
     def wait(self) -> None:
         """Waits until the values are in the buffer."""
