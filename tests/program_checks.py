@@ -112,8 +112,8 @@ def _check_steps(program: Program) -> None:
 
 @st.composite
 def models(draw: Any) -> tuple[Facts, list[Use]]:
-    """Facts of a random model, and the uses of a step: units in any order, used again, around other units, frozen,
-    groups that never have all gradients, any tier, micro-batches, clipping."""
+    """Facts of a random model, and the uses of a step: units in any order, used again, around other units, frozen, in
+    no optimizer, groups that never have all gradients, any tier, micro-batches, clipping."""
     layers = draw(st.integers(1, 6))
     shards_parameters = draw(st.booleans())
     steps_in_backward = draw(st.booleans())
@@ -131,21 +131,22 @@ def models(draw: Any) -> tuple[Facts, list[Use]]:
             )
         )
     trained = [number for number in range(layers) if number == 0 or draw(st.integers(0, 3))]
+    stepped = [number for number in trained if number == 0 or draw(st.integers(0, 5))]  # the others no optimizer has
     inner = shards_parameters and draw(st.booleans())
     units = [UnitFacts(name=f"u{n}", groups=(n,), is_leaf=n > 0 or not inner) for n in range(layers)]
     windows = [
         window
-        for number in trained
+        for number in stepped
         for window in draw(st.lists(windows_of(number, postpones), max_size=3))
         if not steps_in_backward
     ]
     postponed = [group for window in windows if window.is_postponed for group in window.groups]
-    called = [n for n in trained if groups[n].is_full and n in postponed]
+    called = [n for n in stepped if groups[n].is_full and n in postponed]
     facts = Facts(
         groups=tuple(groups),
         units=tuple(units) if shards_parameters else (),
         order=tuple(draw(st.permutations(trained))),
-        optimizers=(OptimizerFacts(groups=tuple(draw(st.permutations(trained))), windows=tuple(windows)),),
+        optimizers=(OptimizerFacts(groups=tuple(draw(st.permutations(stepped))), windows=tuple(windows)),),
         buckets=(draw(st.integers(1, 3)), draw(st.integers(1, 3))),
         calls=("buffers", *(f"publish g{n}" for n in called)),
         of_all=(0,),

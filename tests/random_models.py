@@ -80,6 +80,17 @@ class Scale(nn.Module):
         return hidden * (1 + 0.1 * self.scale.sum())
 
 
+class Large(nn.Module):
+    """Its parameter is stepped in tiles, where shards are whole; as shards of two ranks, just not."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(401, 503, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + 0.1 * torch.tanh(self.scale[:3, :7].sum() + self.scale.square().mean()))
+
+
 class Running(nn.Module):
     """A buffer that every training forward changes and reads."""
 
@@ -233,6 +244,7 @@ LEAVES: dict[str, Callable[[int, Part], nn.Module]] = {
     "mlp": lambda width, part: Mlp(width, part.size or 0, part.dtype),
     "scale": lambda width, part: Scale(part.size, part.dtype),
     "running": lambda width, part: Running(width, part.dtype),
+    "large": lambda width, part: Large(part.dtype),
     "routed": lambda width, part: Routed(width, part.dtype),
     "layer norm": lambda width, part: nn.LayerNorm(width, eps=0.1, dtype=part.dtype),
     "batch norm": lambda width, part: nn.BatchNorm1d(width, eps=0.1, dtype=part.dtype),
@@ -261,7 +273,8 @@ def specs(dtypes: list[torch.dtype]) -> st.SearchStrategy[Spec]:
         "used": st.sampled_from(["always", "always"]) | usage,
     }
     sizes = st.sampled_from([3, None, 0, 1, 2, 17])
-    new = st.builds(Part, st.sampled_from(list(LEAVES)), size=sizes, **traits)
+    small = [kind for kind in LEAVES if kind != "large"]
+    new = st.builds(Part, st.sampled_from([*small, *small, *small, "large"]), size=sizes, **traits)
     old = st.builds(Part, st.sampled_from(GOING_BACK), earlier=st.integers(0, 3), **traits)
 
     def within(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:

@@ -5,7 +5,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar, final
@@ -38,6 +38,8 @@ class ThreadWorld:
     size: int  # number of ranks
     wait_timeout: float = PATIENCE  # s, that a rank waits for the others
     learns_late: bool = False  # see `Comm`; True behaves as torch's own collectives
+    keeps_order: bool = False
+    sanitize: bool = False
     meetings: dict[str, _Meeting] = field(default_factory=dict)  # by operation
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `meetings` and `errors`
     errors: list[BaseException] = field(default_factory=list)  # raised by ranks
@@ -46,7 +48,7 @@ class ThreadWorld:
     def run(self, function: Callable[[Comm], T]) -> list[T]:
         """Calls `function(comm)` on every rank, and returns the results in rank order. Raises the first exception that
         a rank raised; the other ranks stop waiting."""
-        world = ThreadWorld(self.size, self.wait_timeout, self.learns_late)  # without remains of an earlier run
+        world = replace(self, meetings={}, lock=threading.Lock(), errors=[], store=dist.HashStore())  # without remains
         results: list[Any] = [None] * self.size
 
         def rank_main(rank: int) -> None:
@@ -89,8 +91,8 @@ class ThreadComm(Comm):
 
     def __init__(self, world: ThreadWorld, rank: int, members: Sequence[int] | None = None) -> None:
         self._members = range(world.size) if members is None else members
-        super().__init__(self._members.index(rank), len(self._members))
-        self.learns_late = world.learns_late
+        super().__init__(self._members.index(rank), len(self._members), sanitize=world.sanitize)
+        self.learns_late, self.keeps_order = world.learns_late, world.keeps_order
         self._world = world
         self._prefix = "" if members is None else f"among {list(members)}: "
 

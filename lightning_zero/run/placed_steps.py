@@ -64,7 +64,9 @@ class PlacedSteps:
         self._scale = (self._placed.add(kind, by=self._placed.at, after=after, among=among),)
 
     def step_now(self, group: int) -> None:
-        """Steps a group in backward, all of it before anything else is done."""
+        """Steps a group in backward, all of it before anything else is done, if an optimizer has it."""
+        if not any(group in one.groups for one in self._facts.optimizers):
+            return
         windows = [window for one in self._facts.optimizers for window in _windows_of(one)]
         apart = [window for window in windows if group in window.facts.groups]
         for window in apart:
@@ -162,6 +164,10 @@ class PlacedSteps:
                 by = self._first_read(group) if self._facts.publishes_late and not lag else self._placed.at
                 after, sent = self._stepped.get(group, ()), self._placed.sent(facts.shard, facts.itemsize)
                 self._placed.add(Kind.PUBLISH, group, by=by, after=after, lag=lag, nbytes=sent)
+
+    def publish_stepped(self) -> None:
+        """Publishes what this backward has stepped."""
+        self.publish(self._stepped)
 
     def _first_read(self, group: int) -> int | None:
         """Returns the use, of the next step, that waits for values that may arrive late."""

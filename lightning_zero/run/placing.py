@@ -236,7 +236,7 @@ class _Placing:
         self._note_end(0)
         self._meet()
         if self._facts.steps_in_backward:
-            self._steps.publish(self._facts.order)
+            self._steps.publish_stepped()
 
     def _note_end(self, _: int) -> None:
         if self._at in self._plan:

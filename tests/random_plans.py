@@ -1,0 +1,297 @@
+"""How a random model is trained, as data that hypothesis draws, shrinks and prints."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ActivationCheckpointing, Offload
+from lightning_zero.run.engine import Options
+from lightning_zero.shards.offload import Machine
+from random_acts import ACTS, OF_GRADIENTS_LEFT, ONE_AT_A_TIME, Act, Moment
+from random_changes import OF_DATA, OF_GRADIENTS, OF_WHAT_TRAINS
+from random_models import Part, Spec, specs
+from thread_world import ThreadWorld
+
+Micro = Literal["accumulate", "no_sync", "sync"]
+
+KINDS: dict[str, Callable[..., Optimizer]] = {
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, weight_decay=0.1, foreach=True),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
+    "adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.5),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
+    "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Ways:
+    """Of an engine, what must change no bit."""
+
+    bucket_bytes: int = 2**20
+    overlap: bool = True
+    prefetch: int = 1
+    units: tuple[str, ...] | Literal["merged"] | None = None
+    offload: tuple[str | None, str | None, float] = (None, None, 1.0)  # optimizer, parameters, fraction
+    granularity: Literal["auto", "element", "block", "tensor"] = "auto"
+    publishes_late: bool = False
+    steps_in_backward: bool = False
+    recomputes: tuple[str, bool, bool] | None = None  # a class, or `Linear`; inputs are offloaded; in one array
+    casts: bool = True  # under autocast, weights rest in its dtype
+    wire: tuple[str, ...] = ()  # see `ThreadWorld`
+
+    def __repr__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Ways({', '.join(said)})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """How a model is trained. Decided by it alone: whether DDP's numbers must come out in every bit."""
+
+    stage: int = 0
+    world: int = 2
+    replicate_size: int = 1
+    ways: Ways = field(default_factory=Ways)
+    accumulation: Literal["sharded", "local"] = "sharded"
+    reduce_dtype: torch.dtype | None = None
+    earlier_micro_batches: tuple[Micro, ...] = ()  # before the last, which is always reduced
+    shares_forward: bool = False  # the micro-batches are several losses of one forward
+    loss: Literal["last", "sum", "in turn"] = "last"
+    optimizers: int = 1
+    kind: str = "momentum"
+    rates: int = 1  # parameter groups of each optimizer
+    clip: tuple[str, float] | None = None
+    set_to_none: bool = True
+    bracketed: bool = False  # `engine.backward()` around backwards
+    autocast: bool = False
+    evaluates: bool = False
+    reads_gradients: bool = False
+    broadcast_buffers: bool = True
+    clears_every: int = 1  # steps; between, gradients add up
+    gradient_edit: str | None = None
+    data_edit: tuple[str, int] | None = None  # in the last micro-batch; and of which parameter, modulo their number
+    reads: tuple[str, int] | None = None  # a weight, in the last micro-batch; see `train`
+    regroups: tuple[str | None, ...] = ()  # before each step from the second on
+    acts: tuple[Act, ...] = ()
+    hook: int | None = None  # of a user, on the gradient of this parameter, modulo their number
+    takes_turns: bool = False  # of several optimizers, each step calls one
+    averages: bool = False  # a running average follows the weights
+    fails: int | None = None  # the step in whose last backward all ranks get an error, which users catch
+
+    def __repr__(self) -> str:
+        plain = Plan()
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        said = [f"{name}={value!r}" for name, value in own.items() if value != getattr(plain, name)]
+        return f"Plan({', '.join(said)})"
+
+    @property
+    def shard_size(self) -> int:
+        return self.world // self.replicate_size
+
+    @property
+    def partitioned(self) -> int:
+        """The stage, or 0 where there is nobody to share with."""
+        return self.stage if self.shard_size > 1 else 0
+
+    @property
+    def averages_first(self) -> bool:
+        """Micro-batches are averaged over ranks before they are added."""
+        return self.partitioned >= 2
+
+    def is_reduced(self, micro: Micro) -> bool:
+        return micro == "sync" or (micro == "accumulate" and self.averages_first and self.accumulation == "sharded")
+
+    @property
+    def is_exact(self) -> bool:
+        """Hybrid sharding sums in another order, and stage 1 takes an average apart to reduce it a second time."""
+        hybrid = self.replicate_size > 1 and self.shard_size > 1
+        again = self.partitioned == 1 and ("sync" in self.earlier_micro_batches or self.clears_every > 1)
+        return not (hybrid or again)
+
+    def options(self, model: nn.Module, folder: Path) -> Options:
+        ways = self.ways
+        optimizer, parameters, fraction = ways.offload
+        path = folder if "nvme" in ways.offload else None
+        offload = Offload(optimizer, parameters=parameters, fraction=fraction, path=path)  # type: ignore[arg-type]
+        recomputes = None
+        if ways.recomputes is not None:
+            name, goes_to_host, in_one = ways.recomputes
+            is_there = any(type(module).__name__ == name for module in model.modules())
+            blocks = (name if is_there else "Linear",)
+            recomputes = ActivationCheckpointing(blocks, offload=goes_to_host, contiguous=in_one)
+        return Options(
+            offload=offload if optimizer or parameters else None,
+            machine=Machine(host_is_apart=True),
+            unit_classes=ways.units if isinstance(ways.units, tuple) else None,
+            merges_units=ways.units == "merged",
+            bucket_bytes=ways.bucket_bytes,
+            prefetch=ways.prefetch,
+            overlap=ways.overlap,
+            accumulation=self.accumulation,
+            autocast_dtype=torch.bfloat16 if self.autocast and ways.casts else None,
+            replicate_size=self.replicate_size,
+            reduce_dtype=self.reduce_dtype,
+            broadcast_buffers=self.broadcast_buffers,
+            granularity=ways.granularity,
+            late_publish_bytes=0 if ways.publishes_late else 2**25,
+            step_in_backward=ways.steps_in_backward,
+            activation_checkpointing=recomputes,
+        )
+
+    def thread_world(self) -> ThreadWorld:
+        return ThreadWorld(self.world, **dict.fromkeys(self.ways.wire, True))  # type: ignore[arg-type]
+
+    def make_optimizers(self, model: nn.Module) -> list[Optimizer]:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if "give" in self.regroups:
+            trainable = [parameter for number, parameter in enumerate(trainable) if number % 3 < 2]
+        shares = [trainable[number :: self.optimizers] for number in range(self.optimizers)]
+        made = [KINDS[self.kind]([{"params": share[n :: self.rates]} for n in range(self.rates)]) for share in shares]
+        for optimizer in made:
+            for number, group in enumerate(optimizer.param_groups):
+                group["lr"] /= 1 + number
+        return made
+
+
+@st.composite
+def ways(draw: Any) -> Ways:
+    tiers = st.sampled_from([None, None, None, "cpu", "nvme"])
+    wires = [(), (), ("learns_late",), ("keeps_order",), ("learns_late", "keeps_order"), ("sanitize",)]
+    recomputing = st.tuples(st.sampled_from(["Linear", "Residual", "Mlp", "Running"]), st.booleans(), st.booleans())
+    return Ways(
+        bucket_bytes=draw(st.sampled_from([2**20, 64, 256, 1024])),
+        overlap=draw(st.booleans()),
+        prefetch=draw(st.integers(0, 2)),
+        units=draw(st.sampled_from([None, ("Linear",), ("Chain",), "merged"])),
+        offload=(draw(tiers), draw(tiers), draw(st.sampled_from([1.0, 0.5]))),
+        granularity=draw(st.sampled_from(["auto", "auto", "element", "block", "tensor"])),
+        publishes_late=draw(st.booleans()),
+        recomputes=draw(st.none() | st.none() | recomputing),
+        wire=draw(st.sampled_from(wires)),
+    )
+
+
+@st.composite
+def acts(draw: Any) -> Act:
+    name = draw(st.sampled_from(list(ACTS)))
+    moments: tuple[Moment, ...] = ("before forward", "before backward", "before step", "after step")
+    if name in OF_GRADIENTS_LEFT:
+        moments = ("before step",)
+    elif name in ONE_AT_A_TIME:
+        moments = ("before forward", "before step", "after step")
+    return Act(name, draw(st.sampled_from(moments)), draw(st.integers(0, 2)), draw(st.integers(0, 5)))
+
+
+@st.composite
+def plans(draw: Any) -> Plan:
+    world = draw(st.sampled_from([2, 1, 3, 4]))
+    changes = st.sampled_from([None, *OF_WHAT_TRAINS])
+    plan = Plan(
+        world=world,
+        stage=draw(st.integers(0, 3)),
+        replicate_size=draw(st.sampled_from([1, 1, *(size for size in range(1, world + 1) if world % size == 0)])),
+        ways=draw(ways()),
+        accumulation=draw(st.sampled_from(["sharded", "local"])),
+        earlier_micro_batches=draw(
+            st.lists(st.sampled_from(["accumulate", "accumulate", "no_sync", "sync"]), max_size=2).map(tuple)
+        ),
+        shares_forward=draw(st.booleans()),
+        loss=draw(st.sampled_from(["last", "sum", "in turn"])),
+        optimizers=draw(st.integers(1, 2)),
+        rates=draw(st.integers(1, 2)),
+        clip=draw(st.sampled_from([None, ("norm", 0.1), ("value", 0.01)])),
+        set_to_none=draw(st.sampled_from([True, True, False])),
+        bracketed=draw(st.booleans()),
+        evaluates=draw(st.booleans()),
+        reads_gradients=draw(st.booleans()),
+        broadcast_buffers=draw(st.sampled_from([True, True, False])),
+        gradient_edit=draw(st.sampled_from([None, None, *OF_GRADIENTS])),
+        data_edit=draw(st.sampled_from([None, None, *((name, at) for name in OF_DATA for at in range(6))])),
+        reads=draw(st.none() | st.tuples(st.sampled_from(["before", "as it begins", "as it ends"]), st.integers(0, 5))),
+        regroups=draw(st.just(()) | st.tuples(changes, changes)),
+        acts=draw(st.just(()) | st.lists(acts(), max_size=3).map(tuple)),
+        hook=draw(st.none() | st.none() | st.integers(0, 5)),
+        takes_turns=draw(st.sampled_from([False, False, True])),
+    )
+    if plan.stage < 3 and plan.ways.offload[1] is not None:
+        plan = replace(plan, ways=replace(plan.ways, offload=(plan.ways.offload[0], None, plan.ways.offload[2])))
+    if "give" not in plan.regroups:  # until then, gradients of what no optimizer has are each rank's own
+        plan = replace(plan, clears_every=draw(st.sampled_from([1, 1, 1, 2])))
+    if not plan.regroups:
+        plan = replace(plan, averages=draw(st.sampled_from([False, False, True])))
+    else:  # what was kept is of another model
+        plan = without_acts(plan, "rewind", "reload")
+    if plan.ways.recomputes is not None:  # what is computed a second time, is of the edited weights
+        plan = replace(plan, data_edit=None)
+    if plan.partitioned >= 2 and draw(st.integers(0, 3)) == 3:
+        plan = stepping_in_backward(plan)
+    elif draw(st.integers(0, 3)) == 3:
+        plan = failing(plan, draw(st.integers(0, 2)))
+    if not plan.is_exact:
+        return plan
+    plan = replace(
+        plan,
+        kind=draw(st.sampled_from([*KINDS])),
+        autocast=draw(st.booleans()),
+        ways=replace(plan.ways, casts=draw(st.booleans())),
+        reduce_dtype=draw(st.sampled_from([None, None, None, torch.float64, torch.bfloat16])),
+    )
+    # What stands for DDP makes gradients of that dtype at once, also those that nobody reduces.
+    return plan if plan.reduce_dtype is None else without_acts(plan, "differentiate")
+
+
+def without_acts(plan: Plan, *names: str) -> Plan:
+    return replace(plan, acts=tuple(act for act in plan.acts if act.name not in names))
+
+
+def stepping_in_backward(plan: Plan) -> Plan:
+    """Without what it is refused beside, and what is done before `step`: the step has been."""
+    granularity = "auto" if plan.ways.granularity == "tensor" else plan.ways.granularity
+    return replace(
+        plan,
+        acts=tuple(act for act in plan.acts if act.moment != "before step"),
+        ways=replace(plan.ways, steps_in_backward=True, granularity=granularity),
+        earlier_micro_batches=(),
+        optimizers=1,
+        clip=None,
+        set_to_none=True,  # there is no gradient that could become zeros, with which a frozen parameter is stepped
+        reads_gradients=False,
+        gradient_edit=None,
+        clears_every=1,
+    )
+
+
+def failing(plan: Plan, step: int) -> Plan:
+    """Fails on all ranks alike: an engine hears of a backward from its first gradient, or from `engine.backward()`. The
+    error comes at the last gradient, which is the only one of some losses, and where others are frozen."""
+    may_be_first = plan.loss == "in turn" or "freeze" in plan.regroups
+    return replace(plan, fails=step, bracketed=plan.bracketed or may_be_first)
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Plan, Spec]:
+    """Where bits may differ there is nothing in two bytes, which would make a last bit the eighth."""
+    plan = draw(plans())
+    two_bytes = [torch.bfloat16] if plan.is_exact and not plan.averages else []  # an average has at least four
+    spec = draw(specs([torch.float32, torch.float32, torch.float64, *two_bytes]))
+    if plan.ways.recomputes is not None:  # torch's own checkpoint changes buffers twice, and a block in it once
+        spec = replace(spec, trunk=tuple(map(without_checkpoints, spec.trunk)))
+    return plan, spec
+
+
+def without_checkpoints(part: Part) -> Part:
+    return replace(part, checkpointed=False, children=tuple(map(without_checkpoints, part.children)))
