@@ -41,8 +41,8 @@ class FabricCheckpointing(ShardedStrategy, DDPStrategy):
         self._checkpoints.saver.muster()
         states = {key: self._state_to_save(key, value) for key, value in state.items()}
         tree, is_single = states_in(self, states, filter or {}), self.saves_single_file()
-        for engine in self._engines[:1] if self._settings.options.tensor_parallel_size > 1 else ():
-            tree = engine.states.spread_others(tree, full=is_single)
+        if self._settings.options.tensor_parallel_size > 1 and self._engines:
+            tree = self._engines[0].states.spread_others(tree, full=is_single)  # what users have made of DTensors
         if is_single:
             whole = [key for key, value in states.items() if value is not state[key]]
             self._save_single_file(tree, path, storage_options, whole)
