@@ -60,8 +60,8 @@ class Saver:
     Args:
         board: of all ranks.
         in_background: `save` returns when the values have been copied, and a thread writes the copy.
-        may_end: the run may end after any `save`, without a `wait`: the end of a process waits for the thread. So that
-            warns of what fails at once, and on rank 0 stays until the others have heard how the save has ended.
+        may_end: the run may end after any `save`, without a `wait`: the end of a process waits for the thread. The
+            thread of rank 0 then warns at once of what fails, and stays until the others know how the save has ended.
         warn: called on rank 0 with messages for the user.
     """
 

@@ -47,7 +47,7 @@ class ShardedStrategy(ReadingStrategy):
     _format: CheckpointFormat
     _comm: Comm | None = None
     _keeper: CheckpointKeeper | None = None
-    _may_end = False  # after any save, without a word
+    _may_end = False  # whether the run may end after any save without a call that says so; see `Saver`
     _beside_before: Mapping[torch.device, int] = {}  # bytes that no engine has booked, before training
 
     @property

@@ -89,7 +89,7 @@ class Edits:
         }
 
     def move(self, full: Tensor) -> None:
-        """Makes `full`, which has a copy of it, full_param. What is assigned to `p.data` goes on being shown."""
+        """Makes `full`, a copy of full_param, the new full_param. What is assigned to `p.data` goes on being shown."""
         is_known = self._shown is not None and not self.are_made
         assigned = self.assigned
         self._group.set_full(full)

@@ -221,7 +221,7 @@ class CaughtUpState(defaultdict[Any, Any]):
         dict.update(made, dict.items(self))
         return made
 
-    # `defaultdict` would call this class as it calls itself.
+    # `defaultdict` makes a copy by calling this class with its own arguments, which are others.
 
     def copy(self) -> Any:
         self._catch_up()

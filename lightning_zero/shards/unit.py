@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import final
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from lightning_zero.device import Event, wait_for
@@ -65,9 +66,7 @@ class Unit:
         # that has used the buffer before.
         with nullcontext() if aside is None else aside.after_current():
             for offset, group in zip(self._offsets, self.groups, strict=True):
-                dtype = group.kind.resting
-                with torch.inference_mode(False):
-                    full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
+                full = _full_at(offset, group, self.buffer)
                 group.set_full(full)
                 told = diverges if group is self.groups[0] else None
                 group.catch_up()
@@ -85,10 +84,7 @@ class Unit:
         self.buffer = arena.take(apart=None if self.is_leaf else self.nbytes)
         self.buffer.memory[: self.nbytes].copy_(old.memory[: self.nbytes])
         for offset, group in zip(self._offsets, self.groups, strict=True):
-            dtype = group.kind.resting
-            with torch.inference_mode(False):
-                full = self.buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
-            group.edits.move(full)
+            group.edits.move(_full_at(offset, group, self.buffer))
         arena.give_back(old, apart=not self.is_leaf)
 
     def pass_by(self, diverges: bool | None = None) -> Gather:
@@ -131,3 +127,10 @@ class Unit:
         for group in self.groups:
             group.clear_full()
         arena.give_back(buffer, apart=not self.is_leaf)
+
+
+def _full_at(offset: int, group: ShardGroup, buffer: Buffer) -> Tensor:
+    """Returns the memory of a group's full array, ``(N * S,)``, which begins at a byte of a buffer."""
+    dtype = group.kind.resting
+    with torch.inference_mode(False):
+        return buffer.memory[offset : offset + group.layout.numel * dtype.itemsize].view(dtype)
