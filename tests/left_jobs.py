@@ -175,6 +175,70 @@ def fit_with_one_strategy_object(folder: Path) -> tuple[dict[str, Any], dict[str
     return found, expected, [one is shared or one.word != "a word" for one in others]
 
 
+class KeepsOptimizer(Classifier):
+    """One optimizer serves every fit."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        self.kept = [getattr(torch.optim, kind)(trainable, lr=0.01)]
+
+    def configure_optimizers(self) -> Any:
+        return self.kept[0]
+
+
+def whole_state(run: L.Trainer) -> dict[str, Any]:
+    whole: Any = getattr(run.strategy, "full_optimizer_state", run.optimizers[0].state_dict)
+    return copy.deepcopy(whole())
+
+
+def fit_in_turn(strategies: list[Any], kind: str, folder: Path, loads: bool) -> dict[str, Any]:
+    """Fits with one optimizer, one after the other, and what is saved after the last one. If the user `loads`, whole
+    state is loaded between two fits."""
+    L.seed_everything(1, verbose=False)
+    model, found = KeepsOptimizer(kind), list[Any]()
+    for strategy in strategies:
+        if loads and found:
+            model.kept[0].load_state_dict(found[-1])
+        run = trainer(strategy, 2, max_epochs=1)
+        run.fit(model, loader(samples=16))
+        found.append(whole_state(run))
+    path = place_of(strategies[-1], folder)
+    run.save_checkpoint(path)
+    saved = jobs.read_checkpoint(path)["optimizer_states"][0]["state"]
+    return {"losses": model.losses, "weights": state_of(model), "states": found, "saved": copy.deepcopy(saved)}
+
+
+def load_after_fit(stage: int, folder: Path) -> str | None:
+    """What a save says where whole state was loaded after fit."""
+    model = KeepsOptimizer("AdamW")
+    run = trainer({"stage": stage}, 2)
+    run.fit(model, loader(samples=16))
+    model.kept[0].load_state_dict(whole_state(run))
+    return error_of(lambda: run.save_checkpoint(folder / "loaded.ckpt"))
+
+
+def load_pieces_of_rank_0(place: str) -> list[str | None]:
+    """The errors of fits whose optimizer gets what rank 0's `state_dict()` was in an earlier one."""
+    model = KeepsOptimizer("AdamW")
+    run = trainer({"stage": 2}, 2)
+    run.fit(model, loader(samples=16))
+    (pieces,) = run.strategy.broadcast([copy.deepcopy(model.kept[0].state_dict())])
+    again = LoadsInHook(pieces) if place == "hook" else KeepsOptimizer("AdamW")
+    if place == "set-up":
+        again.kept[0].load_state_dict(pieces)
+    return [error_of(lambda: trainer({"stage": 2, "wait_timeout": 1}, 2).fit(again, loader(samples=16)))]
+
+
+class LoadsInHook(KeepsOptimizer):
+    def __init__(self, pieces: Any) -> None:
+        super().__init__("AdamW")
+        self.pieces = [pieces]
+
+    def on_train_start(self) -> None:
+        self.kept[0].load_state_dict(self.pieces[0])
+
+
 class OfAUser(ZeroStrategy):
     """Takes an argument of its own, and passes others on."""
 

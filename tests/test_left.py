@@ -93,6 +93,44 @@ def test_one_strategy_object_serves_several_trainers_each_with_a_strategy_of_its
         assert are_shared == [False, False]
 
 
+NVME = {"stage": 2, "offload": {"optimizer": "nvme", "path": "."}}
+# Fits with one optimizer: the same cut of its state, another one, whole tensors, and another place.
+IN_TURN: list[list[dict[str, Any]]] = [
+    [{"stage": 2}, {"stage": 2}],
+    [{"stage": 1}, {"stage": 3}],
+    [{"stage": 3}, {"stage": 0}, {"stage": 1}],
+    [{"stage": 2}, {"stage": 2, "granularity": "tensor"}],
+    [{"stage": 3, "granularity": "tensor"}, {"stage": 3, "granularity": "tensor"}],
+    [NVME, NVME],
+    [NVME, {"stage": 2}],
+    [{"stage": 2}, NVME],
+]
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["as it is", "loaded"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_an_optimizer_that_serves_several_fits_goes_on_with_its_state_as_under_ddp(
+    kind: str, loads: bool, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for number, strategies in enumerate(IN_TURN[:2] if loads else IN_TURN):
+        expected = two_ranks.once(left_jobs.fit_in_turn, [DDP] * len(strategies), kind, tmp_path, loads)
+        found = two_ranks.run(left_jobs.fit_in_turn, strategies, kind, tmp_path / str(number), loads)
+        assert differing(found, expected, str(strategies)) == []
+
+
+def test_whole_state_that_is_loaded_after_fit_is_not_saved_as_pieces(two_ranks: RankPool, tmp_path: Path) -> None:
+    for told in two_ranks.run(left_jobs.load_after_fit, 2, tmp_path):
+        assert told is not None
+        assert "AdamW was given whole state after fit had ended" in told
+
+
+@pytest.mark.parametrize("place", ["set-up", "hook"])
+def test_pieces_of_a_rank_that_are_loaded_on_all_are_refused(place: str, two_ranks: RankPool) -> None:
+    for (told,) in two_ranks.run(left_jobs.load_pieces_of_rank_0, place):
+        assert told is not None
+        assert "a piece, which optimizer.state_dict() has on one rank" in told
+
+
 def test_a_module_whose_load_state_dict_returns_nothing_resumes(two_ranks: RankPool, tmp_path: Path) -> None:
     assert_as_ddp(two_ranks, left_jobs.resume_without_a_word, tmp_path)
 

@@ -355,7 +355,7 @@ class Engine:
                 self._facts_at_close = self._facts()
         self._step_hooks.remove()
         self.runner.stepping.leave()
-        self.states.leave()
+        self.states.leave(whole=whole)
         if self.parts.recompute is not None:
             self.parts.recompute.remove()
         self.schedule.detach()

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,17 +13,20 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.spread import WHOLE, SpreadBlocks, SpreadState, read_part
 from lightning_zero.device import HOST
+from lightning_zero.run.pieces import places, refuse_pieces
 from lightning_zero.shards.local import Box, local_of
 from lightning_zero.shards.moment import wrapped_in
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.slot import Slot
-from lightning_zero.shards.trial import is_single, large_in, nested_in
+from lightning_zero.shards.trial import LEFT_IN_PIECES, is_single, large_in, nested_in
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
 from lightning_zero.tiers.composed import is_composed
 from lightning_zero.torch_private import tree_map_only
 from lightning_zero.views.lazy import LazyTensor, OfOneRank, Partial, materialize
 from lightning_zero.wire.comm import Comm
+
+States = Sequence[tuple[Parameter, dict[str, Any]]]  # by parameter
 
 
 @final
@@ -69,8 +72,13 @@ class OptimizerState:
         Raises:
             RuntimeError: on every rank, when there are tensors outside of the state of single parameters, or in
                 containers in it, of parameters that are stepped in pieces: whether these are whole or made of pieces
-                cannot be told.
+                cannot be told. After fit, when users have loaded whole state: nothing cuts it any more.
         """
+        if LEFT_IN_PIECES in vars(self._stepper.optimizer) and self._has_whole_anywhere():
+            raise RuntimeError(
+                f"{type(self._stepper.optimizer).__name__} was given whole state after fit had ended, which this "
+                "strategy does not save. Save optimizer.state_dict() yourself, or load the state in another fit."
+            )
         local = self._stepper.optimizer.state_dict()
         state = local.get("state", {})
         others = {key: value for key, value in state.items() if not _is_index(key)}
@@ -207,10 +215,50 @@ class OptimizerState:
                 f"there are groups of {own} now. Resume with the optimizers it was saved with."
             )
 
-    def cut_in_place(self) -> None:
-        """Cuts state that exists already (some optimizers make it at construction) to this rank's pieces."""
-        made = self._stepper.optimizer.state
-        states = [(key, state) for key, state in made.items() if isinstance(key, Parameter)]
+    def refuse_strange_pieces(self) -> None:
+        """Raises ValueError where user code has loaded pieces: of which rank, and how they were cut, cannot be told."""
+        if LEFT_IN_PIECES not in vars(self._stepper.optimizer):
+            refuse_pieces(self._stepper.optimizer, self._with_slots(self._made()))
+
+    def begin(self) -> None:
+        """Cuts state that exists already to this rank's pieces: some optimizers make it at construction, users may have
+        loaded it, and an earlier engine may have left its own pieces. Collective."""
+        left: OptimizerState | None = vars(self._stepper.optimizer).pop(LEFT_IN_PIECES, None)
+        if left is None or left._has_whole_anywhere():
+            self._cut_in_place()
+        elif self._is_cut_as(left):
+            self._stepper.known.cut.update(left._stepper.known.cut)
+            self._stepper.known.by_block.update(left._stepper.known.by_block)
+            self._put(self._stepper.optimizer.state_dict(), lambda _, __, value: value)
+        else:
+            self.load(left.full())
+
+    def leave(self) -> None:
+        """Leaves its pieces in the optimizer: an engine that follows goes on with them."""
+        slots = self._stepper.slots
+        if any(slot.group.is_cut or slot.local.is_divided or slot.stepper is not None for slot in slots):
+            vars(self._stepper.optimizer)[LEFT_IN_PIECES] = self
+
+    def _made(self) -> States:
+        """Returns the state that the optimizer has, by parameter."""
+        return [(key, state) for key, state in self._stepper.optimizer.state.items() if isinstance(key, Parameter)]
+
+    def _with_slots(self, states: States) -> list[tuple[Slot | None, Mapping[str, Any]]]:
+        return [(self._slot(parameter), state) for parameter, state in states]
+
+    def _has_whole_anywhere(self) -> bool:
+        """Whether user code has loaded whole state since the pieces were left. Collective, as on the rank that steps a
+        whole tensor nothing tells."""
+        own = any(self._is_whole(*entry) for entry in self._stepper.optimizer.state.items())
+        return any(self._comm.all_gather_object(own, "state that was left"))
+
+    def _is_cut_as(self, other: "OptimizerState") -> bool:
+        """Whether every rank has the pieces that it has in `other`; the same on all ranks."""
+        return all(places(self._slot(one)) == places(other._slot(one)) for one in self._stepper.parameters)
+
+    def _cut_in_place(self) -> None:
+        """Cuts whole state to this rank's pieces."""
+        states = self._made()
         differing = self._note_shapes(states)
         for parameter, state in states:
             slot = self._slot(parameter)
@@ -224,8 +272,9 @@ class OptimizerState:
         """Cuts the state to this rank's pieces, if user code has just loaded one as a single device has it."""
         if self._stepper.is_stepping:  # `load` calls the optimizer, with what it has cut
             return
+        refuse_pieces(self._stepper.optimizer, self._with_slots(self._made()), but_own=True)
         if any(self._is_whole(key, state) for key, state in self._stepper.optimizer.state.items()):
-            self.cut_in_place()
+            self._cut_in_place()
 
     def _is_whole(self, key: Any, state: Any) -> bool:
         """Whether state of a parameter has a tensor of its shape, where this rank's has another one: of a part, or of
@@ -242,28 +291,34 @@ class OptimizerState:
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Loads any strategy's `optimizer.state_dict()`. Reads only those elements of stored tensors that this rank
         steps, and one window at a time where state rests on disk."""
-        parameters, optimizer = self._stepper.parameters, self._stepper.optimizer
-        saved = {index: state for index, state in state_dict.get("state", {}).items() if _is_index(index)}
+        saved, parameters = _by_index(state_dict), self._stepper.parameters
+        states = [(parameters[index], state) for index, state in saved.items()]
+        refuse_pieces(self._stepper.optimizer, self._with_slots(states))
+        differing = self._note_shapes(states)
+        self._put(state_dict, lambda parameter, name, value: self._cut(parameter, name, value, differing))
+
+    def _put(self, state_dict: Mapping[str, Any], cut: Callable[[Parameter, str, Any], Any]) -> None:
+        """Has the optimizer load a state, of whose entries this rank takes what `cut` returns."""
+        parameters, optimizer, saved = self._stepper.parameters, self._stepper.optimizer, _by_index(state_dict)
         others = {key: materialize(value) for key, value in state_dict.get("state", {}).items() if key not in saved}
-        differing = self._note_shapes([(parameters[index], state) for index, state in saved.items()])
         left = set(saved)
         loaded: list[Mapping[Any, Any]] = []  # the state so far of the optimizer, and of those that it wraps
         for slots in self._stepper.loading():  # shows pieces, so that torch casts the state to the master's dtype
             mine = {slot.parameter for slot in slots}
             now = {index for index in left if parameters[index] in mine or not self._stepper.holds(parameters[index])}
             left -= now
-            cut = {
-                index: {n: self._cut(parameters[index], n, value, differing) for n, value in saved[index].items()}
+            own = {
+                index: {name: cut(parameters[index], name, value) for name, value in saved[index].items()}
                 for index in sorted(now)
             }
-            state = {"state": {**others, **cut}} if "state" in state_dict else {}
+            state = {"state": {**others, **own}} if "state" in state_dict else {}
             # The method of the class: on the object, Fabric's strategy has put one in its place that calls this one.
             type(optimizer).load_state_dict(optimizer, {**state_dict, **state})
             for one, before in zip(wrapped_in(optimizer), loaded, strict=False):
                 one.state.update(before)
             loaded = [one.state for one in wrapped_in(optimizer)]
 
-    def _note_shapes(self, states: Sequence[tuple[Parameter, Mapping[str, Any]]]) -> set[str]:
+    def _note_shapes(self, states: States) -> set[str]:
         """Notes which entries have, for every parameter, an element for each block.
 
         Returns names of entries whose shape is, for some parameter, not the parameter's.
@@ -307,6 +362,11 @@ class OptimizerState:
                 part = read_part(value, slot.local.box, slot.state_piece.start, slot.state_piece.stop, device)
                 return part.view(slot.state_shape)
         return local_of(value) if stored is None else stored.whole()
+
+
+def _by_index(state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Returns the state of single parameters, by their numbers."""
+    return {index: state for index, state in state_dict.get("state", {}).items() if _is_index(index)}
 
 
 def _is_index(key: Any) -> bool:

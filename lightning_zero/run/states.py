@@ -31,7 +31,7 @@ from lightning_zero.wire.mesh import Mesh
 class States:
     """The states of one module and its optimizers, in order. Call every method on all ranks alike.
 
-    The constructor cuts state that optimizers have made at their construction to this rank's pieces.
+    The constructor cuts state that optimizers have already to this rank's pieces.
     """
 
     def __init__(self, module: Module, steppers: Mapping[Optimizer, PieceStepper], mesh: Mesh, loans: Loans) -> None:
@@ -42,18 +42,24 @@ class States:
         self._loans = loans
         self._runner = loans.runner
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
+        with failing_together(mesh.world, "taking over the optimizers' states"):
+            for state in self._optimizers.values():
+                state.refuse_strange_pieces()
         for state in self._optimizers.values():
-            state.cut_in_place()
+            state.begin()
         self._hooks = [
             one.register_load_state_dict_post_hook(state.cut_loaded)
             for optimizer, state in self._optimizers.items()
             for one in wrapped_in(optimizer)  # wrappers may have what they wrap load, and do nothing else
         ]
 
-    def leave(self) -> None:
-        """Leaves the optimizers to the user: what they load from here on stays as it is."""
+    def leave(self, *, whole: bool) -> None:
+        """Leaves the optimizers to the user: what they load from here on stays as it is. Unless ranks are gone (not
+        `whole`), the next engine goes on with their states."""
         for hook in self._hooks:
             hook.remove()
+        for state in self._optimizers.values() if whole else ():
+            state.leave()
 
     # -- the model
 

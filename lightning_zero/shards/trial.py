@@ -23,6 +23,7 @@ from lightning_zero.torch_private import TorchDispatchMode
 
 Groups = Sequence[Sequence[Tensor]]  # one sequence for each parameter group of an optimizer
 
+LEFT_IN_PIECES = "_left_in_pieces"  # attribute of an optimizer: the `OptimizerState` of an engine that has ended
 BLOCK = 256  # elements that share one scale in 8-bit state (Dettmers et al., arXiv 2110.02861)
 _ONE_AT_A_TIME = Lock()
 
@@ -89,7 +90,8 @@ class Trial:
         self._stepped = [Parameter(whole.new_empty(0) if own is None else own.clone()) for whole, own in tensors]
         left = iter(self._stepped)
         self.optimizer = trial_of(optimizer, [[next(left) for _ in group] for group in values])
-        _begin_state(optimizer, self.optimizer)
+        if LEFT_IN_PIECES not in vars(optimizer):
+            _begin_state(optimizer, self.optimizer)
         self.acts_before_closure = False  # any of its steps has changed tensors, or made state of them, by then
         self._counts: dict[tuple[int, Any], float] = {}  # before the latest step, by id of the dictionary and key
 
@@ -190,7 +192,8 @@ def _begin_state(optimizer: Optimizer, trial: Optimizer) -> None:
     parameters: numbers, copies of the parameter, and tensors of its shape that hold one value. Else it has none."""
     for one, other in zip(wrapped_in(optimizer), wrapped_in(trial), strict=True):
         for group, tried in zip(one.param_groups, other.param_groups, strict=True):
-            known = next((p for p in group["params"] if p in one.state), None)
+            # Not one that is a single number: what is shaped as it is may be a count.
+            known = next((p for p in group["params"] if p in one.state and p.numel() > 1), None)
             if known is None or not isinstance(state := one.state[known], dict):
                 continue
             with suppress(_UnknownError):
@@ -268,7 +271,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     own["state"] = memo.setdefault(id(optimizer.state), defaultdict(dict, counts))
     for name, value in vars(optimizer).items():
         # A scheduler wraps `step` of the optimizer itself, an engine `train` and `eval`, Fabric's strategy the last.
-        if name in own or name in ("step", "train", "eval", "load_state_dict"):
+        if name in own or name in ("step", "train", "eval", "load_state_dict", LEFT_IN_PIECES):
             continue
         is_new = isinstance(value, Optimizer) and id(value) not in memo  # a wrapper may have one under two names
         own[name] = _copied(value, memo) if is_new else copy.deepcopy(value, memo)
