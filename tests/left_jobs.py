@@ -24,7 +24,7 @@ import jobs
 from jobs import Classifier, listening, loader, state_of, trainer
 from lightning_zero import ZeroStrategy
 from lightning_zero.wire.comm import RankTimeoutError
-from ranks import PATIENCE
+from ranks import PATIENCE, SHORT
 
 # -- a signal
 
@@ -199,7 +199,7 @@ def fit_in_turn(strategies: list[Any], kind: str, folder: Path, loads: bool) -> 
     model, found = KeepsOptimizer(kind), list[Any]()
     for strategy in strategies:
         if loads and found:
-            model.kept[0].load_state_dict(found[-1])
+            model.kept[0].load_state_dict(copy.deepcopy(found[-1]))
         run = trainer(strategy, 2, max_epochs=1)
         run.fit(model, loader(samples=16))
         found.append(whole_state(run))
@@ -218,25 +218,33 @@ def load_after_fit(stage: int, folder: Path) -> str | None:
     return error_of(lambda: run.save_checkpoint(folder / "loaded.ckpt"))
 
 
-def load_pieces_of_rank_0(place: str) -> list[str | None]:
-    """The errors of fits whose optimizer gets what rank 0's `state_dict()` was in an earlier one."""
+class LoadsPieces(KeepsOptimizer):
+    """Loads a state at one place."""
+
+    def __init__(self, state: Any, place: str) -> None:
+        super().__init__("AdamW")
+        self.loaded, self.place = [state], place
+
+    def load_at(self, place: str) -> None:
+        if place == self.place:
+            self.kept[0].load_state_dict(self.loaded[0])
+
+    def configure_optimizers(self) -> Any:
+        self.load_at("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self.load_at("on_train_start")
+
+
+def load_pieces_of_rank_0(place: str) -> str | None:
+    """The error of a fit whose optimizer gets what rank 0's `state_dict()` was in an earlier one."""
     model = KeepsOptimizer("AdamW")
     run = trainer({"stage": 2}, 2)
     run.fit(model, loader(samples=16))
-    (pieces,) = run.strategy.broadcast([copy.deepcopy(model.kept[0].state_dict())])
-    again = LoadsInHook(pieces) if place == "hook" else KeepsOptimizer("AdamW")
-    if place == "set-up":
-        again.kept[0].load_state_dict(pieces)
-    return [error_of(lambda: trainer({"stage": 2, "wait_timeout": 1}, 2).fit(again, loader(samples=16)))]
-
-
-class LoadsInHook(KeepsOptimizer):
-    def __init__(self, pieces: Any) -> None:
-        super().__init__("AdamW")
-        self.pieces = [pieces]
-
-    def on_train_start(self) -> None:
-        self.kept[0].load_state_dict(self.pieces[0])
+    pieces = run.strategy.broadcast(copy.deepcopy(model.kept[0].state_dict()))
+    again = trainer({"stage": 2, "wait_timeout": SHORT}, 2)
+    return error_of(lambda: again.fit(LoadsPieces(pieces, place), loader(samples=16)))
 
 
 class OfAUser(ZeroStrategy):

@@ -124,11 +124,16 @@ def test_whole_state_that_is_loaded_after_fit_is_not_saved_as_pieces(two_ranks: 
         assert "AdamW was given whole state after fit had ended" in told
 
 
-@pytest.mark.parametrize("place", ["set-up", "hook"])
-def test_pieces_of_a_rank_that_are_loaded_on_all_are_refused(place: str, two_ranks: RankPool) -> None:
-    for (told,) in two_ranks.run(left_jobs.load_pieces_of_rank_0, place):
+def test_pieces_of_a_rank_that_are_loaded_before_fit_are_refused_on_all(two_ranks: RankPool) -> None:
+    for told in two_ranks.run(left_jobs.load_pieces_of_rank_0, "configure_optimizers"):
         assert told is not None
         assert "a piece, which optimizer.state_dict() has on one rank" in told
+
+
+def test_pieces_of_another_rank_that_are_loaded_in_a_hook_are_refused_there() -> None:
+    (told, of_rank_1), _ = run_alone(2, left_jobs.load_pieces_of_rank_0, "on_train_start")
+    assert "a piece, which optimizer.state_dict() has on one rank" in of_rank_1
+    assert "Rank 1 failed" in told
 
 
 def test_a_module_whose_load_state_dict_returns_nothing_resumes(two_ranks: RankPool, tmp_path: Path) -> None:
