@@ -89,6 +89,19 @@ def test_a_write_comes_after_those_that_are_still_under_way(tmp_path: Path) -> N
     assert found.eq(1.0).all()
 
 
+def test_of_writes_that_are_over_only_those_that_have_failed_are_kept(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    start = disk.reserve(400)
+    for _ in range(3):
+        disk.begin_write([(start, torch.ones(100))]).result()
+    assert len(disk._writes) == 1
+    disk._file.close()
+    failed = disk.begin_write([(start, torch.ones(100))])
+    assert failed.exception() is not None
+    disk.begin_write([])
+    assert failed in disk._writes
+
+
 def test_room_is_zeros_also_where_something_else_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.tiers.array.ZEROS", 30)  # are written at a time
     disk, ledger = Disk(tmp_path), Ledger()

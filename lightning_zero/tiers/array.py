@@ -90,6 +90,8 @@ class InMemory(Array):
     def copy_to(self, part: slice, target: Tensor) -> Tensor:
         to_device(target, self.read(part), stays=self.place.pinned)
         if self.place.pinned and not is_host(target.device):
+            # Frozen parameters are gathered again and again, and nobody edits them, who would take these.
+            self._leaving = [copy for copy in self._leaving if not copy[1].query()]
             self._leaving.append((part, record(target.device)))
         return target
 
