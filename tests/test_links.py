@@ -856,8 +856,8 @@ def test_a_rank_that_dies_is_noticed_although_a_child_of_it_lives(tmp_path: Path
 
 
 def refuse(rank: int, how: str) -> list[bool]:
-    """Who has a link to whom where `rank` is not to have any, can share no memory, can map no peer's, or is another
-    user than the others."""
+    """Who has a link to whom where `rank` is not to have any, can open no socket, can share no memory, can map no
+    peer's, or is another user than the others."""
     comm = comm_of_world()
 
     def is_refused(*_: Any) -> None:
@@ -867,6 +867,7 @@ def refuse(rank: int, how: str) -> list[bool]:
     with (
         patch.object(os, "geteuid", lambda: user + (how == "another user" and is_here)),
         patch.dict(os.environ, {ONLY_TCP: "1"} if how == "told" and is_here else {}),
+        patch.object(links, "_new_socket", is_refused if how == "opens none" and is_here else links._new_socket),
         patch.object(links, "Desk", is_refused if how == "shares none" and is_here else links.Desk),
         patch.object(links, "open_desk", is_refused if how == "maps none" and is_here else links.open_desk),
     ):
@@ -874,7 +875,7 @@ def refuse(rank: int, how: str) -> list[bool]:
     return [peer in linked for peer in range(comm.size)]
 
 
-@pytest.mark.parametrize("how", ["told", "shares none", "maps none", "another user"])
+@pytest.mark.parametrize("how", ["told", "opens none", "shares none", "maps none", "another user"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_can_share_no_memory_has_no_link_and_the_others_none_to_it(
     rank: int, how: str, pool_of: Any

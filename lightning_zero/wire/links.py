@@ -74,7 +74,10 @@ def _listen(name: bytes) -> socket.socket | None:
     """Opens the socket to which other ranks of this machine connect. Returns None where there can be no links."""
     if sys.platform != "linux" or os.environ.get(ONLY_TCP) == "1":
         return None
-    listener = _new_socket()
+    try:
+        listener = _new_socket()
+    except OSError:  # a sandbox refuses such sockets
+        return None
     listener.bind(name)  # begins with "\0": it is no file, and is gone with the process
     listener.listen(socket.SOMAXCONN)
     return listener
