@@ -104,7 +104,7 @@ class SpreadState(Spread):
         start = share.shard_start - slot.state_piece.shard_start
         part, piece = slice(start, start + share.numel), self._piece
         if isinstance(piece, StateElsewhere):
-            piece.settle()
+            piece.keep_edits()
             values: Tensor | Part = Part(piece.array, part, piece.dtype)
         else:
             values = piece.detach().reshape(-1)[part]

@@ -14,7 +14,7 @@ from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Resid
 from lightning_zero.run.plan_cache import NOTHING, Expected, Past, PlanCache
 from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import GradientState, Reductions
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.serving import Serving
 from lightning_zero.run.statement import Statement
@@ -123,7 +123,7 @@ class Course:
         uses, expected = self.past.uses, NOTHING
         if not uses:
             expected = self._plans.beginning(number, enabled=torch.is_grad_enabled())
-        elif number in uses and not (torch.is_grad_enabled() or self._reductions.stage is Stage.COLLECTING):
+        elif number in uses and not (torch.is_grad_enabled() or self._reductions.state is GradientState.COLLECTING):
             # One batch after another. A backward may use a unit again, too, but is none.
             expected = Expected(self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {}))
             self._cache.discard_all(but=number)  # as the plan expects
@@ -235,7 +235,7 @@ class Course:
         """Notes how many gradient groups are complete on all ranks, and returns it. After a backward that is so since
         its end."""
         past, complete = self._round.past, statement.complete
-        is_over = self._reductions.stage is Stage.UNSETTLED and END in past.uses
+        is_over = self._reductions.state is GradientState.UNSETTLED and END in past.uses
         if self._units:  # elsewhere no plan starts reductions
             past.note_complete(past.last_end if is_over else len(past.uses), past.reduced + complete)
         return complete

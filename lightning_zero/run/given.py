@@ -25,7 +25,7 @@ def adopt(
     """
     if steps and reductions.are_accumulated:
         for slot in slots:
-            gradient_of(slot).beside.settle(slot)
+            gradient_of(slot).beside.move_to_average(slot)
     given = [*_given_in(reductions, slots, steps=steps)]
     if not given:
         return

@@ -22,7 +22,7 @@ from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.wire.comm import Comm
 
 
-class Stage(Enum):
+class GradientState(Enum):
     """Where gradients are between autograd and the optimizer."""
 
     CLEAR = auto()  # no backward has ended since ranks last agreed
@@ -54,7 +54,7 @@ class Reductions:
         self._interception = interception
         self.started = 0  # how many of `shards` are being reduced, or have been
         self._may_wait: bool | None = None  # see `may_wait`; None until it is asked
-        self.stage = Stage.CLEAR
+        self.state = GradientState.CLEAR
         self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
         self.reduces = True  # the latest backward was begun while `is_on`
@@ -94,7 +94,7 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """Notes that a backward begins, and that the last one is settled."""
-        self.stage = Stage.COLLECTING
+        self.state = GradientState.COLLECTING
         self.reduces = self.is_on
         self._order.begin_backward()
         self.forget_settled()
@@ -126,7 +126,7 @@ class Reductions:
     def count_complete(self) -> int:
         """Returns how many groups, from the first of the agreed order, have all the gradients on this rank that they
         will have: once backward has ended, those are all groups."""
-        if self.stage is Stage.UNSETTLED and self.has_gradients:
+        if self.state is GradientState.UNSETTLED and self.has_gradients:
             return len(self.shards)
         return self._order.count_complete() if self.is_on and self._overlap else 0
 
@@ -182,12 +182,12 @@ class Reductions:
     def end_backward(self) -> None:
         """Ends a backward: its gradients only accumulate, or are reduced when ranks agree (`settle`)."""
         if not self.is_on:
-            self.stage = Stage.CLEAR
+            self.state = GradientState.CLEAR
             for shard in self.shards:
                 shard.end_backward_unreduced()
             self._clear()
             return
-        self.stage = Stage.UNSETTLED
+        self.state = GradientState.UNSETTLED
         self.notices.are_current = False  # one rank may read these gradients alone: the others do not go on without it
         for shard in self.shards:  # what a next backward adds to `p.grad` before ranks agree is kept apart
             if shard.averaged.is_spread and self.steps is None:
@@ -200,7 +200,7 @@ class Reductions:
 
     def statement(self) -> Statement:
         """Returns what this rank knows of the backward."""
-        has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
+        has_gradients = self.state is GradientState.UNSETTLED and any(shard.used for shard in self.shards)
         has_gradients |= self._alone is not None
         complete = self.count_complete()
         incomplete = bytes(at >= complete for at in range(len(self.shards)))
@@ -294,10 +294,10 @@ class Reductions:
 
     def _end_unsettled(self) -> None:
         """Has parameters ask for their gradients no longer: ranks agree on them here."""
-        if self.stage is Stage.UNSETTLED:
+        if self.state is GradientState.UNSETTLED:
             for shard in self._plain:
                 self._interception.show(shard.group)
-        self.stage = Stage.CLEAR
+        self.state = GradientState.CLEAR
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""
@@ -348,7 +348,7 @@ class Reductions:
             pool.drain()
         for shard in self.shards:
             shard.forget()
-        self.stage = Stage.CLEAR
+        self.state = GradientState.CLEAR
         self._alone = None
         self._clear()
 

@@ -8,9 +8,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.module_hooks import ModuleHooks
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.replicated import broadcast_new
-from lightning_zero.run.schedule import Schedule
 from lightning_zero.shards import assembly
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.managed import are_all_in, newly_trainable
@@ -31,7 +31,7 @@ class Regrouping:
     steps_whole: Collection[Optimizer]  # those of `steppers` that step whole tensors
     setting: Setting
     options: Options
-    schedule: Schedule
+    module_hooks: ModuleHooks
     reductions: Reductions
     loans: Loans
     listeners: list[Callable[[Sequence[ShardGroup]], None]] = field(default_factory=list)  # told of groups that train
@@ -59,7 +59,7 @@ class Regrouping:
         self.loans.add(added.groups, groups)
         self.reductions.add(added.shards, added.pools)
         self.loans.runner.hooks.add(added.shards)
-        self.schedule.surround_late(added.shards)
+        self.module_hooks.surround_late(added.shards)
         self._trained |= {id(slot.parameter) for group in groups for slot in group.slots}
         for stepper in self.steppers.values():
             stepper.note_parameters()

@@ -1,4 +1,4 @@
-"""`Schedule`: hooks on the calls of modules, which say to the `Runner` what user code does."""
+"""`ModuleHooks`: hooks on the calls of modules, which say to the `Runner` what user code does."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
-from lightning_zero.run.reductions import Stage
+from lightning_zero.run.reductions import GradientState
 from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
@@ -20,7 +20,7 @@ from lightning_zero.torch_private import is_wrapped, outside_transforms, paramet
 
 
 @final
-class Schedule:
+class ModuleHooks:
     """Gathers and releases units around the calls of their modules.
 
     `late` is the module if its weights may be behind a step: then its modules catch up before each call.
@@ -56,7 +56,7 @@ class Schedule:
         self._handles.clear()
 
     def _before_forward(self, unit: Unit) -> None:
-        if self._reductions.stage is Stage.COLLECTING and not self._runner.backward.is_known:
+        if self._reductions.state is GradientState.COLLECTING and not self._runner.backward.is_known:
             self._runner.recover()  # before other ranks are told what is complete
         with outside_transforms():  # inside, what is gathered would be tensors of theirs
             self._course.use(unit)
