@@ -229,7 +229,7 @@ def test_a_weight_that_a_function_of_the_users_saves_has_its_declared_values(
 def test_two_byte_weights_do_rest_in_two_bytes() -> None:
     def rests(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> int:
         groups = [
-            shard.group for shard in engine.runner.reductions.shards if shard.group.kind.resting == torch.bfloat16
+            shard.group for shard in engine.runner.reductions.gradients if shard.group.kind.resting == torch.bfloat16
         ]
         return sum(slot.numel for group in groups for slot in group.slots)
 

@@ -154,7 +154,7 @@ class FewReductions:
         return self.state is GradientState.UNSETTLED and self.complete > 0
 
     def count_complete(self) -> int:
-        return len(self.shards) if self.has_gradients else self.complete
+        return len(self.gradients) if self.has_gradients else self.complete
 
     def start(self, number: int) -> None:
         assert number <= self.count_complete(), "started before it was complete here"
@@ -162,7 +162,7 @@ class FewReductions:
         self._sum(self.started - 3)
 
     def start_all(self) -> None:
-        self.started = len(self.shards)
+        self.started = len(self.gradients)
         self._sum(self.started - 3)
 
     def drain(self) -> None:
@@ -174,11 +174,11 @@ class FewReductions:
             self._summed += 1
 
     def statement(self) -> Statement:
-        late = bytes(at >= self.count_complete() for at in self.shards)
+        late = bytes(at >= self.count_complete() for at in self.gradients)
         return Statement(self.has_gradients, bytes(len(Notice)), late, b"")
 
     def read(self, said: bytes) -> Statement:
-        return Statement.read(said, len(self.shards))
+        return Statement.read(said, len(self.gradients))
 
     def hear(self, said: Statement, *, of_all: bool) -> bytes | None:
         if said.has_gradients:

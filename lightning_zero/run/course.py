@@ -65,7 +65,7 @@ class Course:
         self._journal = journal
         self._round = _Round()
         self._plans = PlanCache(self._plan_of)
-        self._order = reductions.shards  # in which plans count them
+        self._order = reductions.gradients  # in which plans count them
 
     @property
     def past(self) -> Past:
@@ -143,16 +143,16 @@ class Course:
 
     def end_round(self, *, agree: bool, continues: bool) -> None:
         """Learns the plan of the round that is over, and begins the next one; see `PlanCache.learn`."""
-        groups, pattern = len(self._reductions.shards), self._reductions.pattern
+        groups, pattern = len(self._reductions.gradients), self._reductions.pattern
         self._plans.learn(self.past, groups, pattern, agree=agree, continues=continues)
         self._round = _Round(self._plans.expected)
 
     def forget_old_order(self) -> bool:
         """Drops all plans if ranks have just changed the order of gradient groups, or added to it, and begins the round
         anew. Returns whether they have."""
-        if self._order == self._reductions.shards:
+        if self._order == self._reductions.gradients:
             return False
-        self._order = self._reductions.shards
+        self._order = self._reductions.gradients
         self._plans.clear()
         self._round = _Round()
         return True
@@ -211,7 +211,7 @@ class Course:
             if not self._replicas.settle_alike():
                 self._stop()
                 return False
-            self._round.past.reduced += len(self._reductions.shards)
+            self._round.past.reduced += len(self._reductions.gradients)
         elif step.use == REDUCE:
             self._readiness.send_mark(diverges=not keep)
             return keep

@@ -31,7 +31,7 @@ def adopt(
         return
     if wait is not None:
         wait()
-    full_grads = [shard.averaged.full_grad for shard in reductions.shards]
+    full_grads = [gradient.averaged.full_grad for gradient in reductions.gradients]
     ours = {storage_key(full_grad.untyped_storage()) for full_grad in full_grads if full_grad is not None}
     # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
     read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}

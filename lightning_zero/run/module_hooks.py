@@ -13,7 +13,7 @@ from lightning_zero.run.reductions import GradientState
 from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import is_wrapped, outside_transforms, parameters_in
@@ -37,7 +37,7 @@ class ModuleHooks:
         self._views = loans.runner.views
         self._handles: list[Any] = []
         self._late = late
-        self.surround_late(self._reductions.shards)
+        self.surround_late(self._reductions.gradients)
         for reader in assembly.resting.readers:
             self._surround_reader(reader)
         for unit in assembly.units:  # last, and so outermost: everything else needs the values
@@ -74,11 +74,11 @@ class ModuleHooks:
         self._course.use(unit)
         self._cache.show(unit)
 
-    def surround_late(self, shards: Iterable[GradientShard]) -> None:
-        """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
-        a module around leaf modules, as it may hand their weights to one kernel; not `Sequential`, which only calls
-        them, and would wait for the last one's weights before the first one is called."""
-        groups = {shard.group for shard in shards if shard.group.stays_full}
+    def surround_late(self, gradients: Iterable[GroupGradient]) -> None:
+        """Has modules catch up with weights that have `gradients` before each call, as a kernel may read them past
+        torch. So does a module around leaf modules, as it may hand their weights to one kernel; not `Sequential`, which
+        only calls them, and would wait for the last one's weights before the first one is called."""
+        groups = {gradient.group for gradient in gradients if gradient.group.stays_full}
         for module in () if self._late is None else self._late.modules():
             only_calls = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
             children = () if only_calls else module.children()

@@ -38,7 +38,7 @@ class Regrouping:
     imbalance: Imbalance | None = None  # of the whole tensors that were dealt last
 
     def __post_init__(self) -> None:
-        self._trained = {id(slot.parameter) for shard in self.reductions.shards for slot in shard.group.slots}
+        self._trained = {id(slot.parameter) for gradient in self.reductions.gradients for slot in gradient.group.slots}
         # At set-up. Kept alive, so that ids stay theirs; those that are taken in later live in their groups.
         self._known = {id(p): p for p in self.module.parameters()}
 
@@ -55,11 +55,11 @@ class Regrouping:
         """
         broadcast_new(newly, self._known, self.setting.mesh)
         added = assembly.add(newly, self.reductions.pools, self.setting, self.options)
-        groups = [shard.group for shard in added.shards]
+        groups = [gradient.group for gradient in added.gradients]
         self.loans.add(added.groups, groups)
-        self.reductions.add(added.shards, added.pools)
-        self.loans.runner.hooks.add(added.shards)
-        self.module_hooks.surround_late(added.shards)
+        self.reductions.add(added.gradients, added.pools)
+        self.loans.runner.hooks.add(added.gradients)
+        self.module_hooks.surround_late(added.gradients)
         self._trained |= {id(slot.parameter) for group in groups for slot in group.slots}
         for stepper in self.steppers.values():
             stepper.note_parameters()

@@ -107,7 +107,7 @@ class Rendezvous:
         """Ends the round of the ranks in `comm`, and begins the next one; see `meet`."""
         self.course.diverge()
         self._replicas.come_to_end()
-        past, groups = self.course.past, len(self._reductions.shards)
+        past, groups = self.course.past, len(self._reductions.gradients)
         self.is_awaited = at is RoundEnd.EARLY and self.serving.may_be_wanted
         heard = self.serving.until_end(past, at)
         self._replicas.reduce_if_awaited()
@@ -237,7 +237,7 @@ class Rendezvous:
         reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
             self.course.diverge()
-        number = len(self._reductions.shards)
+        number = len(self._reductions.gradients)
         if self._reductions.reduces and self._reductions.steps is None and self.come_to_reduce(number):
             self._reductions.start(number)
         self.readiness.reset()

@@ -58,7 +58,7 @@ class Runner:
         self.latest = Latest(groups, cache, self.rendezvous, interception, journal)
         self.backward = Backward()
         self.hooks = GradientHooks(partial(self.gradient, weakref.ref(self)))
-        self.hooks.add(reductions.shards)
+        self.hooks.add(reductions.gradients)
         self.views = WeightViews()  # in the pass under way
         self.phases = Phases()
         self._lasting = lasting
@@ -126,15 +126,15 @@ class Runner:
                 return
         if not self.backward.is_known:
             self.notice_backward(slot)
-        shard = gradient_of(slot)
-        if shard.is_complete:
+        gradient = gradient_of(slot)
+        if gradient.is_complete:
             self.reductions.refuse_second(slot)
         with no_interception():
-            is_last = shard.collect(slot, local=not self.reductions.is_on)
+            is_last = gradient.collect(slot, local=not self.reductions.is_on)
         if not is_last:
             return
-        self.journal.note(Cause.GRADIENT, shard.group)
-        number = self.reductions.note_complete(shard)
+        self.journal.note(Cause.GRADIENT, gradient.group)
+        number = self.reductions.note_complete(gradient)
         if self.rendezvous.come_to_reduce(number):
             with no_interception(), torch.no_grad():
                 for due in self.reductions.due(number):
@@ -145,7 +145,7 @@ class Runner:
         self.phases.exit(Phase.BACKWARD)
         self.journal.note(Cause.END if self.reductions.is_on else Cause.KEPT)
         with no_interception(), torch.no_grad():
-            number = len(self.reductions.shards)
+            number = len(self.reductions.gradients)
             if self.reductions.has_gradients and self.rendezvous.come_to_reduce(number):
                 self.reductions.start(number)
             self.reductions.end_backward()

@@ -111,7 +111,7 @@ class Serving:
             if want == self.to_reduce:
                 if len(wants) == 1:  # of the others: this rank has no gradients, and contributes zeros
                     self._reductions.forget_settled()
-                    self._reductions.start(len(self._reductions.shards))
+                    self._reductions.start(len(self._reductions.gradients))
                     self._replicas.drain()
             elif want == self.to_settle:
                 pass  # all have settled as they heard of it

@@ -79,7 +79,7 @@ def set_up(
         made = assembly.assemble(module, managed, trainable, setting, options)
     if options.offload is not None:
         with together():  # all ranks of the machine have allocated their groups: what is free now is for the state
-            offload.refuse_too_little_room(options.offload, made.shards, optimizers, setting, options.machine)
+            offload.refuse_too_little_room(options.offload, made.gradients, optimizers, setting, options.machine)
     return Setup(setting, made, stepped, foreign, recompute)
 
 

@@ -55,9 +55,9 @@ class Stepping:
         self._journal = journal
         offloads = options.offload is not None
         # Why an offloaded step is taken in the call of `step`; None: it waits until its values are needed.
-        self.serial_because = why_serial(module, made.shards) if offloads else None
+        self.serial_because = why_serial(module, made.gradients) if offloads else None
         is_lazy = offloads and self.serial_because is None
-        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
+        nbytes = sum(local_of(slot.parameter).nbytes for gradient in made.gradients for slot in gradient.group.slots)
         on_host = setting.places.gathered.device.type == "cpu"
         self._leaves_much = on_host and setting.partition.gradient and nbytes > MUCH
         self._steps = 0  # that may have left much
