@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.tiers.array import ALL, OnDisk, Part, _take_of, read_late, zeros
+from lightning_zero.tiers.array import ALL, LatePart, OnDisk, _take_of, read_late, zeros
 from lightning_zero.tiers.disk import Disk, DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
@@ -196,7 +196,7 @@ def test_what_rests_on_disk_is_not_read_before_it_is_needed(tmp_path: Path) -> N
     disk = Disk(tmp_path)
     array = OnDisk(10, torch.float32, place_on(disk))
     late = read_late(array, slice(2, 4))
-    assert isinstance(late, Part)
+    assert isinstance(late, LatePart)
     array.write(ALL, torch.arange(10.0))
     assert late.read().tolist() == [2, 3]
     disk.close()

@@ -94,7 +94,7 @@ class ModuleHooks:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), parameters_in(holder), name, slot, self._cache.unit_of(slot.group))
+            _ShownWeight(vars(holder), parameters_in(holder), name, slot, self._cache.unit_of(slot.group))
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]
@@ -151,7 +151,7 @@ class ModuleHooks:
         return self._loans.declared_of(slot)
 
 
-class _Shown(NamedTuple):
+class _ShownWeight(NamedTuple):
     """A weight that is shown to the forward that reads it."""
 
     holder: dict[str, Any]  # attributes of the module that holds it; one here hides the parameter
