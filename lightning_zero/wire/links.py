@@ -62,7 +62,7 @@ class Links:
         if desk is not None and self._links:
             exchange = Exchange(self._links, desk, desks)
             self.receive, self.send, self.sum = exchange.receive, exchange.send, exchange.sum
-            self.empty = exchange.rooms.empty
+            self.empty = exchange.segments.empty
             threading.Thread(target=exchange.run, name="lightning_zero links", daemon=True).start()
             weakref.finalize(self, exchange.quit)
 
