@@ -15,7 +15,7 @@ from lightning_zero.run.journal import Journal
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
-from lightning_zero.run.setup import Setup
+from lightning_zero.run.setup import EngineParts
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import why_serial
@@ -42,7 +42,7 @@ class Stepping:
         self,
         module: Module,
         optimizers: Sequence[Optimizer],
-        parts: Setup,
+        parts: EngineParts,
         options: Options,
         interception: Interception,
         journal: Journal,
