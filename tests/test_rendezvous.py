@@ -135,7 +135,7 @@ class FewReductions:
     wait for it; three are under way at a time."""
 
     complete = 0
-    shards = range(9)
+    gradients = range(9)
     state = GradientState.CLEAR
 
     def __init__(self, replicas: Comm) -> None:
