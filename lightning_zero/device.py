@@ -9,7 +9,7 @@ current. Two streams are ordered only where one waits for the other, and the hos
 every copy between host and device is made here, and says what has to be waited for:
 
     to_device     the host's values must not change before the stream has read them (`stays`, or it is waited for)
-    to_host       values are there after `Arrival.wait`
+    to_host       values are there after `CopyToHost.wait`
 """
 
 import mmap
@@ -151,7 +151,7 @@ class Limit(NamedTuple):
 
 
 @final
-class Arrival:
+class CopyToHost:
     """Values on their way to the host. Until `wait` has returned, nothing may read them."""
 
     def __init__(self, event: Event | None = None) -> None:
@@ -184,11 +184,11 @@ def wait_on_host(event: Event, limit: Limit | None = None) -> None:
             time.sleep(_PAUSE_S)
 
 
-def to_host(target: Tensor, source: Tensor) -> Arrival:
+def to_host(target: Tensor, source: Tensor) -> CopyToHost:
     """Starts to copy `source`, of any device, to the host tensor `target`."""
     is_async = target.is_pinned() and has_streams(source.device.type) and _is_alike(target, source)
     target.copy_(source, non_blocking=is_async)
-    return Arrival(record(source.device) if is_async else None)
+    return CopyToHost(record(source.device) if is_async else None)
 
 
 def to_device(target: Tensor, source: Tensor, *, stays: bool = False) -> Tensor:

@@ -234,7 +234,7 @@ other checkpoints than plain ones. Private: `_orig_mod`."""
 
 def is_traced(module: Module) -> bool:
     """Whether `torch.compile` or TorchScript traces calls of a module: all of it, in place, or Lightning's mark on a
-    compiled LightningModule (which is here because no room below `pl` knows Lightning). No public function says so.
+    compiled LightningModule (which is here because no layer below `pl` knows Lightning). No public function says so.
     Without it graphs would break in hooks. Private: `_compiled_call_impl`, `_compiler_ctx`."""
     return (
         compiled_in(module) is not None

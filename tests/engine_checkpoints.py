@@ -163,13 +163,13 @@ def tree_of(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
 
 
 def save(comm: Comm, engine: Engine, optimizers: Sequence[Optimizer], path: Path) -> None:
-    engine.loans.settle()
+    engine.loans.end_all()
     Saver(comm.board).save(tree_of(engine, optimizers), str(path), {})
 
 
 def states_of(engine: Engine, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """All that a checkpoint must hold, whole and in storage of its own. A collective."""
-    engine.loans.settle()
+    engine.loans.end_all()
     return {
         "state_dict": {name: value.clone() for name, value in engine.states.full_model().items()},
         "optimizer_states": copy.deepcopy([engine.states.full_optimizer(optimizer) for optimizer in optimizers]),

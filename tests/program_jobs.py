@@ -18,7 +18,7 @@ import jobs
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.program import LOCAL, Among, Kind, Op, Program
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.staging import Staged
 from lightning_zero.shards.unit import Unit
@@ -92,7 +92,7 @@ class Recorder:
         chunks = next(one for one in self.engine.groups if one.name == group).layout.chunks
         return next(n for n, c in enumerate(chunks) if (c.of.start, c.start) == (start, column))
 
-    def note_store(self, gradient: GradientShard, _: Any, __: Any, chunk: Any, *___: Any) -> None:
+    def note_store(self, gradient: GroupGradient, _: Any, __: Any, chunk: Any, *___: Any) -> None:
         self.note(Kind.STORE, gradient.group.name, gradient.group.layout.chunks.index(chunk))
 
     def note_window(self, kind: Kind, window: Window | Staged) -> None:
@@ -134,7 +134,7 @@ def recording(engine: Engine) -> Iterator[Recorder]:
         (Journal, "note"): lambda *_: recorder.done.append([]),
         (Comm, "_issue"): recorder.note_collective,
         (Unit, "release"): lambda unit, _: recorder.note(Kind.RESHARD, unit.name),
-        (GradientShard, "_store"): recorder.note_store,
+        (GroupGradient, "_store"): recorder.note_store,
         (Staged, "begin"): begin_fetch,
         (Window, "prepare"): lambda window: recorder.note_window(Kind.STEP, window),
         (Window, "put_values"): put,

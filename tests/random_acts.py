@@ -36,7 +36,7 @@ def _edit_whole(training: Any, which: int) -> None:
 
 
 def _all(training: Any) -> dict[str, torch.Tensor]:
-    training.engine.loans.settle()  # as a save does
+    training.engine.loans.end_all()  # as a save does
     return {name: value.detach().clone() for name, value in training.engine.states.full_model().items()}
 
 

@@ -23,7 +23,7 @@ import lightning_zero.device
 from engine_checkpoints import save
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.config import ActivationCheckpointing, Offload
-from lightning_zero.device import SideStream, to_device
+from lightning_zero.device import SideStream, on_host, to_device
 from lightning_zero.rehearsal.hollow import Hollow
 from lightning_zero.rehearsal.memory import Memory, Phase
 from lightning_zero.run.engine import Engine, Options
@@ -267,6 +267,14 @@ def array_that_is_used_at_once(device: torch.device, first: str, then: str) -> l
     return [sent[7].item(), found, array.read()[7].item()]
 
 
+def array_that_is_only_sent(device: torch.device) -> int:
+    """Returns how many copies to the device are still waited for after many, which nothing has written over."""
+    array = empty(Category.PARAMETER, 256, torch.float32, Place(torch.device("cpu"), Tier.HOST, pinned=True), Ledger())
+    for _ in range(20):
+        array.copy_to(ALL, torch.zeros(256, device=device))
+    return len(array._leaving)  # type: ignore[attr-defined]  # of an array in memory
+
+
 def checkpoint_that_is_dropped(device: torch.device) -> float:
     """A kept activation is brought back, and dropped before it has come, as in a backward that fails. Returns a value
     of what takes its memory then."""
@@ -413,22 +421,24 @@ def wrong_order_of_two(device: torch.device, *, is_made: bool) -> list[float]:
         return run_ranks(2, on_rank)
 
 
-def rank_that_never_comes(device: torch.device) -> list[str]:
-    """Rank 1 leaves out a collective, and rank 0 waits for its result. Both then go on with new groups."""
+def rank_that_never_comes(device: torch.device, *, in_part: bool = False) -> list[str]:
+    """Rank 1 leaves out a collective, `in_part` one of another communicator than the one whose limit is asked, and rank
+    0 waits for its result. Both then go on with new groups."""
     from sim.group import run_ranks
 
     def on_rank(rank: int) -> str:
         comm = make_comm(device, timedelta(seconds=0.5), backend="sim")
-        told = ""
+        told, part = "", comm.split([range(2)]) if in_part else comm
         if rank == 0:
             full = torch.zeros(2, 2, device=device)
-            gather = comm.all_gather(full, full[0], "rows", diverges=False)
+            gather = part.all_gather(full, full[0], "rows", diverges=False)
             gather.wait()
             try:
-                gather.has_divergence()
+                on_host(full, comm.limit) if in_part else gather.has_divergence()
             except RuntimeError as error:
                 told = f"{type(error).__name__}: {error}"
-        comm.abandon()
+        for each in {comm, part}:
+            each.abandon()
         again = make_comm(device, SOON, backend="sim")
         full = torch.zeros(2, 2, device=device)
         again.all_gather(full, torch.ones(2, device=device), "rows").wait()

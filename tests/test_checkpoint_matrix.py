@@ -356,7 +356,7 @@ def test_a_random_model_is_resumed_anywhere(
         engine = Engine(model, optimizers, stage=before.place.stage, comm=comm, options=before.options())
         for step in range(2):
             signal = torch.linspace(-1, 1, 3 * spec.width).view(3, spec.width) * (step + 1)
-            engine.loans.settle()
+            engine.loans.end_all()
             engine.runner.begin_forward()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=before.place.autocast, cache_enabled=False):
                 losses = model(signal, Forward(comm.rank, step, 0))

@@ -106,7 +106,7 @@ def test_an_optimizer_is_given_the_pieces_of_its_rank_alone(stage: int, offload:
 
         optimizer._init_group = init_group
         train(model, optimizer)
-        own = sum(slot.steps_any for shard in engine.parts.assembly.shards for slot in shard.group.slots)
+        own = sum(slot.steps_any for gradient in engine.parts.assembly.gradients for slot in gradient.group.slots)
         return [(count, own) for count in given]
 
     ranks = on_engine(tower(), act, stage, MAKES["AdamW"], world=4, offload=offload, bucket_bytes=2**20)
@@ -128,7 +128,7 @@ def test_those_that_keep_other_numbers_are_given_empty_pieces(name: str) -> None
 
 def test_an_error_in_a_step_is_raised_on_ranks_that_step_nothing_too() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> bool:
-        owns = any(slot.steps_any for shard in engine.parts.assembly.shards for slot in shard.group.slots)
+        owns = any(slot.steps_any for gradient in engine.parts.assembly.gradients for slot in gradient.group.slots)
         for decay in (0.1, "a word"):
             optimizer.param_groups[0]["weight_decay"] = decay
             model(torch.ones(1, 2)).sum().backward()

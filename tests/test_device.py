@@ -316,6 +316,12 @@ def test_an_array_is_not_used_before_copies_from_and_to_it_are_over(
     assert found == [0.0 if first == "write" else 1.0, before if then in ("send", "read") else 0.0, after]
 
 
+@pytest.mark.parametrize("policy", ["LATE", "SIDES_AT_ONCE"])
+def test_copies_of_what_nobody_edits_are_forgotten_when_they_are_over(policy: str, sim_process: RankPool) -> None:
+    (found,) = sim_process.run(sim_jobs.on_sim, policy, sim_jobs.array_that_is_only_sent)
+    assert found <= 2
+
+
 def test_memory_of_a_checkpoint_that_is_dropped_on_its_way_is_not_used_before_it_has_come(
     sim_process: RankPool,
 ) -> None:

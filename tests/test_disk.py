@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.tiers.array import ALL, OnDisk, Part, _take_of, read_late, zeros
+from lightning_zero.tiers.array import ALL, LatePart, OnDisk, _take_of, read_late, zeros
 from lightning_zero.tiers.disk import Disk, DiskError
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 
@@ -87,6 +87,19 @@ def test_a_write_comes_after_those_that_are_still_under_way(tmp_path: Path) -> N
     disk.write(start, torch.ones(100))
     disk.read(start, found)
     assert found.eq(1.0).all()
+
+
+def test_of_writes_that_are_over_only_those_that_have_failed_are_kept(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    start = disk.reserve(400)
+    for _ in range(3):
+        disk.begin_write([(start, torch.ones(100))]).result()
+    assert len(disk._writes) == 1
+    disk._file.close()
+    failed = disk.begin_write([(start, torch.ones(100))])
+    assert failed.exception() is not None
+    disk.begin_write([])
+    assert failed in disk._writes
 
 
 def test_room_is_zeros_also_where_something_else_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +196,7 @@ def test_what_rests_on_disk_is_not_read_before_it_is_needed(tmp_path: Path) -> N
     disk = Disk(tmp_path)
     array = OnDisk(10, torch.float32, place_on(disk))
     late = read_late(array, slice(2, 4))
-    assert isinstance(late, Part)
+    assert isinstance(late, LatePart)
     array.write(ALL, torch.arange(10.0))
     assert late.read().tolist() == [2, 3]
     disk.close()

@@ -142,7 +142,7 @@ def test_nothing_imports_sweep(module: Path) -> None:
 
 ACTS = re.compile(  # what steps an optimizer, or has ranks wait for each other
     r"catch_up\w*|_?(all_)?gather|_?reduce_scatter|_?all_reduce|_?all_to_all|_?broadcast|all_gather_object|pass_by|_?publish"
-    r"|begin|end|_?exchange|meet\w*|_?settle\w*|_?serve\w*|lend\w*|wait|call|use|step\w*_now|postpone"
+    r"|begin|end|end_all|_?exchange|meet\w*|_?settle\w*|_?serve\w*|lend\w*|wait|call|use|step\w*_now|postpone"
 )
 
 
@@ -175,8 +175,8 @@ def test_a_property_that_steps_or_communicates_is_found(body: str) -> None:
 
 
 # Not in `views`: what user code reads there, as `p.grad`, is a use like any other, and does what the values need.
-@pytest.mark.parametrize("room", ["tiers", "shards", "run"])
-def test_no_property_of_the_engine_steps_or_communicates(room: str) -> None:
+@pytest.mark.parametrize("room", ["wire", "tiers", "shards", "checkpoint", "run", "pl"])
+def test_no_property_steps_or_communicates(room: str) -> None:
     assert [
         found for module in (PACKAGE / room).glob("*.py") for found in properties_that_act(module.read_text())
     ] == []

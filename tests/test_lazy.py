@@ -260,7 +260,7 @@ def test_state_that_rests_keeps_edits_in_place(resting: RestingState) -> None:
     resting.mul_(2)
     assert kept_in(resting) == [0, 2, 4, 6, 8, 10]
     resting[1] = 7.0
-    resting.settle()
+    resting.keep_edits()
     assert kept_in(resting) == [0, 2, 4, 7, 7, 7]
 
 
@@ -268,11 +268,11 @@ def test_state_that_rests_keeps_edits_of_a_view_that_somebody_holds(resting: Res
     row = resting[0]
     row.fill_(9.0)
     assert resting.sum().item() == 27.0 + 12.0
-    resting.settle()
+    resting.keep_edits()
     assert kept_in(resting) == [9, 9, 9, 3, 4, 5]
     resting.array.write(ALL, torch.zeros(6))  # a step, which is seen
     assert resting.count_nonzero() == 0
-    resting.settle()  # nothing is lent any more
+    resting.keep_edits()  # nothing is lent any more
     assert kept_in(resting) == [0] * 6
 
 
@@ -293,5 +293,5 @@ def test_state_that_rests_and_is_read_in_an_evaluation_is_edited_after_it(restin
     with torch.inference_mode():
         assert resting[0].sum().item() == 3.0
     resting.add_(1.0)
-    resting.settle()
+    resting.keep_edits()
     assert kept_in(resting) == [1, 2, 3, 4, 5, 6]

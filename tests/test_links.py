@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import jobs
 from compare import differing
 from lightning_zero.wire import desk, links
-from lightning_zero.wire.desk import Desk, Room, Rooms, open_desk
+from lightning_zero.wire.desk import Desk, Segment, Segments, open_desk
 from lightning_zero.wire.exchange import (
     _FREE,
     _HEADER,
@@ -41,7 +41,7 @@ from lightning_zero.wire.exchange import (
     _PART,
     _PAYLOAD,
     _READ,
-    _ROOM,
+    _SEGMENT,
     _WANTED,
     INLINE,
     Exchange,
@@ -494,11 +494,11 @@ class Pair:
         self.thread = threading.Thread(target=self.exchange.run)
         self.thread.start()
         self.values = torch.arange(SLOT // 2, dtype=torch.float32)  # of the peer, which it offers from a room
-        self.room = Room(PLACE, self.values.nbytes)
+        self.room = Segment(PLACE, self.values.nbytes)
         ctypes.memmove(self.room.address, self.values.data_ptr(), self.values.nbytes)
 
     def offer_from_room(self) -> None:
-        header = _HEADER.pack(_ROOM, 0, PLACE, 0)
+        header = _HEADER.pack(_SEGMENT, 0, PLACE, 0)
         socket.send_fds(self.peer, [header], [self.room.file])
         self.tell(_OFFER, 7, PLACE, self.values.nbytes)
 
@@ -728,8 +728,8 @@ def test_memory_that_the_system_does_not_give_is_ordinary_memory_and_its_tensor_
     error: OSError, pair: Pair
 ) -> None:
     with patch.object(desk, "_create_file", side_effect=OSError):
-        assert pair.exchange.rooms.empty(4 * INLINE) is None
-    memory = pair.exchange.rooms.empty(4 * INLINE)
+        assert pair.exchange.segments.empty(4 * INLINE) is None
+    memory = pair.exchange.segments.empty(4 * INLINE)
     assert memory is not None
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     with patch.object(socket, "send_fds", side_effect=error):
@@ -856,8 +856,8 @@ def test_a_rank_that_dies_is_noticed_although_a_child_of_it_lives(tmp_path: Path
 
 
 def refuse(rank: int, how: str) -> list[bool]:
-    """Who has a link to whom where `rank` is not to have any, can share no memory, can map no peer's, or is another
-    user than the others."""
+    """Who has a link to whom where `rank` is not to have any, can open no socket, can share no memory, can map no
+    peer's, or is another user than the others."""
     comm = comm_of_world()
 
     def is_refused(*_: Any) -> None:
@@ -867,6 +867,7 @@ def refuse(rank: int, how: str) -> list[bool]:
     with (
         patch.object(os, "geteuid", lambda: user + (how == "another user" and is_here)),
         patch.dict(os.environ, {ONLY_TCP: "1"} if how == "told" and is_here else {}),
+        patch.object(links, "_new_socket", is_refused if how == "opens none" and is_here else links._new_socket),
         patch.object(links, "Desk", is_refused if how == "shares none" and is_here else links.Desk),
         patch.object(links, "open_desk", is_refused if how == "maps none" and is_here else links.open_desk),
     ):
@@ -874,7 +875,7 @@ def refuse(rank: int, how: str) -> list[bool]:
     return [peer in linked for peer in range(comm.size)]
 
 
-@pytest.mark.parametrize("how", ["told", "shares none", "maps none", "another user"])
+@pytest.mark.parametrize("how", ["told", "opens none", "shares none", "maps none", "another user"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_can_share_no_memory_has_no_link_and_the_others_none_to_it(
     rank: int, how: str, pool_of: Any
@@ -956,7 +957,7 @@ def test_a_desk_can_be_read_and_not_be_written_or_cut_by_who_gets_its_file() -> 
 
 
 def test_a_room_can_be_read_and_not_be_written_or_cut_by_who_gets_its_file() -> None:
-    room = Room(PLACE, SLOT)
+    room = Segment(PLACE, SLOT)
     assert open_desk(os.dup(room.file)) is not None
     for forbidden in (
         lambda: os.pwrite(room.file, b"x", 0),
@@ -973,7 +974,7 @@ def test_a_tensor_is_found_in_the_room_that_it_lies_in_and_nowhere_beyond_its_en
     """Where one room ends, the next one begins."""
     peer = 1
     woken = threading.Event()
-    rooms = Rooms([peer], weakref.WeakMethod(woken.set))
+    rooms = Segments([peer], weakref.WeakMethod(woken.set))
     own = []
     for value in b"ab":
         memory = rooms.empty(mmap.PAGESIZE)

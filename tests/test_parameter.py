@@ -61,7 +61,7 @@ def test_reading_in_any_way_gives_whole_declared_values(stage: int, dtype: torch
 def test_a_view_outlives_the_loan(stage: int, dtype: torch.dtype | None) -> None:
     def keep(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
         kept = model.blocks[0]["up"].weight.detach()
-        engine.loans.settle()
+        engine.loans.end_all()
         loss_of(model, comm.rank, 9)
         assert torch.equal(kept, plain.blocks[0]["up"].weight)
 
@@ -77,7 +77,7 @@ def test_edits_in_place_persist(stage: int, dtype: torch.dtype | None) -> None:
                 each.norm.weight.copy_(torch.arange(10.0))
                 nn.init.constant_(each.blocks[1]["down"].bias, 0.3)
                 each.embedding.weight.data.clamp_(-0.5, 0.5)
-        engine.loans.settle()
+        engine.loans.end_all()
         for name, value in engine.states.full_model().items():
             assert torch.equal(value, plain.state_dict()[name]), name
 
@@ -91,7 +91,7 @@ def test_edits_of_a_frozen_weight_through_its_array_persist(stage: int, dtype: t
             array = each.frozen.weight.numpy()
             array[1] = 3
         assert torch.equal(model.frozen.weight + 0, plain.frozen.weight)
-        engine.loans.settle()
+        engine.loans.end_all()
         assert torch.equal(engine.states.full_model()["frozen.weight"], plain.frozen.weight)
 
     on_two_ranks(stage, dtype, edit)
@@ -107,7 +107,7 @@ def test_an_edit_of_many_returns_what_it_was_given(stage: int, dtype: torch.dtyp
             assert found is None or (
                 found is many and all(one is other for one, other in zip(found, many, strict=True))
             )
-        engine.loans.settle()
+        engine.loans.end_all()
         for name, value in engine.states.full_model().items():
             assert torch.equal(value, plain.state_dict()[name]), name
 
@@ -117,13 +117,13 @@ def test_an_edit_of_many_returns_what_it_was_given(stage: int, dtype: torch.dtyp
 @pytest.mark.parametrize(("stage", "dtype"), SETTINGS)
 def test_what_a_call_has_edited_before_it_raised_is_kept(stage: int, dtype: torch.dtype | None) -> None:
     def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
-        engine.loans.settle()
+        engine.loans.end_all()
         before = dict(engine.ledger.live)
         for each in (model, plain):
             values = [torch.full((10,), 5.0), torch.ones(11)]
             with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
                 torch._foreach_copy_([each.norm.weight, each.norm.bias], values)
-        engine.loans.settle()
+        engine.loans.end_all()
         assert torch.equal(engine.states.full_model()["norm.weight"], torch.full((10,), 5.0))
         assert dict(engine.ledger.live) == before
 
@@ -172,7 +172,7 @@ def test_a_gradient_that_was_lent_before_a_step_is_none_of_the_next_one(stage: i
                 (each * factor).sum().backward()
             held.append(weight.grad.view(-1))  # through which users may edit it
             assert torch.equal(held[-1] + 0, before.grad.view(-1))
-            engine.loans.settle()
+            engine.loans.end_all()
             assert torch.equal(weight.grad + 0, before.grad)
 
     on_two_ranks(stage, dtype, lend)
@@ -229,7 +229,7 @@ def test_a_weight_that_a_function_of_the_users_saves_has_its_declared_values(
 def test_two_byte_weights_do_rest_in_two_bytes() -> None:
     def rests(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> int:
         groups = [
-            shard.group for shard in engine.runner.reductions.shards if shard.group.kind.resting == torch.bfloat16
+            shard.group for shard in engine.runner.reductions.gradients if shard.group.kind.resting == torch.bfloat16
         ]
         return sum(slot.numel for group in groups for slot in group.slots)
 

@@ -502,7 +502,7 @@ def test_reading_in_inference_mode_spoils_no_training(stage: int, dtype: torch.d
             model[0].weight.sum()
             model(x())
             if engine is not None:
-                engine.loans.settle()
+                engine.loans.end_all()
                 engine.loans.cache.discard_all()
             model[1].weight.sum()
         for _ in range(2):

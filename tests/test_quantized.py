@@ -78,7 +78,7 @@ def plain(state: Any) -> Any:
 
 
 def states_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    engine.loans.settle()
+    engine.loans.end_all()
     return plain({"model": engine.states.full_model(), "optimizer": engine.states.full_optimizer(optimizer)})
 
 

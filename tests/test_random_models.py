@@ -40,7 +40,7 @@ def under_the_engine(model: Model, plan: Plan, comm: Comm) -> dict[str, Tensor]:
     with TemporaryDirectory() if "nvme" in plan.ways.offload else nullcontext("") as folder:
         engine = Engine(model, optimizers, stage=plan.stage, comm=comm, options=plan.options(model, Path(folder)))
         seen = Training(model, engine, optimizers, plan, comm.rank).take_all_steps()
-        engine.loans.settle()
+        engine.loans.end_all()
         weights = engine.states.full_model()
         engine.close()
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())

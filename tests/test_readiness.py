@@ -74,7 +74,7 @@ def test_one_mark_is_enough_to_hear_that_a_rank_diverges_and_is_heard_once(marks
 def test_the_mark_of_a_rank_that_diverges_is_waited_for_once_all_have_come_to_an_exchange() -> None:
     waits: list[bool] = []
     readiness = make(host=SimpleNamespace(tell=lambda *_: told(1, waits=waits)))
-    readiness._reductions.shards = [SimpleNamespace(group=SimpleNamespace(name="group"))]  # type: ignore[misc]
+    readiness._reductions.gradients = [SimpleNamespace(group=SimpleNamespace(name="group"))]  # type: ignore[misc]
     readiness.send_mark(diverges=True)
     assert readiness.marks is None
     assert waits == []

@@ -27,7 +27,7 @@ from lightning_zero.run.journal import Journal
 from lightning_zero.run.notices import Notice
 from lightning_zero.run.plan import Residents
 from lightning_zero.run.readiness import Readiness
-from lightning_zero.run.reductions import Stage
+from lightning_zero.run.reductions import GradientState
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.statement import Statement
 from lightning_zero.shards.offload import Machine
@@ -135,8 +135,8 @@ class FewReductions:
     wait for it; three are under way at a time."""
 
     complete = 0
-    shards = range(9)
-    stage = Stage.CLEAR
+    gradients = range(9)
+    state = GradientState.CLEAR
 
     def __init__(self, replicas: Comm) -> None:
         self.started = 0
@@ -151,10 +151,10 @@ class FewReductions:
 
     @property
     def has_gradients(self) -> bool:
-        return self.stage is Stage.UNSETTLED and self.complete > 0
+        return self.state is GradientState.UNSETTLED and self.complete > 0
 
     def count_complete(self) -> int:
-        return len(self.shards) if self.has_gradients else self.complete
+        return len(self.gradients) if self.has_gradients else self.complete
 
     def start(self, number: int) -> None:
         assert number <= self.count_complete(), "started before it was complete here"
@@ -162,7 +162,7 @@ class FewReductions:
         self._sum(self.started - 3)
 
     def start_all(self) -> None:
-        self.started = len(self.shards)
+        self.started = len(self.gradients)
         self._sum(self.started - 3)
 
     def drain(self) -> None:
@@ -174,11 +174,11 @@ class FewReductions:
             self._summed += 1
 
     def statement(self) -> Statement:
-        late = bytes(at >= self.count_complete() for at in self.shards)
+        late = bytes(at >= self.count_complete() for at in self.gradients)
         return Statement(self.has_gradients, bytes(len(Notice)), late, b"")
 
     def read(self, said: bytes) -> Statement:
-        return Statement.read(said, len(self.shards))
+        return Statement.read(said, len(self.gradients))
 
     def hear(self, said: Statement, *, of_all: bool) -> bytes | None:
         if said.has_gradients:
@@ -194,13 +194,13 @@ class FewReductions:
 
     def _end(self) -> None:
         self.complete = self.started = self._summed = 0
-        self.stage = Stage.CLEAR
+        self.state = GradientState.CLEAR
 
     def learn_order(self) -> None:
         pass
 
     def settle_alike(self) -> None:
-        assert self.stage is Stage.UNSETTLED
+        assert self.state is GradientState.UNSETTLED
         assert self.started == 9
         self.settled.append(self.pattern)
         self.drain()
@@ -253,7 +253,7 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                     for at, which in enumerate([*mine, None]):
                         if micro and at == begins:
                             things.rendezvous.settle_last_backward()
-                            things.reductions.stage = Stage.COLLECTING
+                            things.reductions.state = GradientState.COLLECTING
                         if which is not None:
                             with torch.no_grad() if (comm.rank, at) in apart else nullcontext():
                                 things.use(which)
@@ -262,7 +262,7 @@ def test_every_rank_gets_what_it_wants_whichever_way_the_others_go(
                     if trains:
                         if micro < micros - 1 and (comm.rank, micro) not in lacking:
                             things.reductions.complete = 9
-                        things.reductions.stage = Stage.UNSETTLED
+                        things.reductions.state = GradientState.UNSETTLED
                         things.rendezvous.end_backward()
                 things.end_round()
         found = things.rendezvous.course._plans

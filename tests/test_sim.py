@@ -94,9 +94,12 @@ def test_ranks_that_launch_in_two_communicators_in_different_orders_hang(sim_pro
         run(sim_process, "LATE", sim_jobs.wrong_order_of_two, is_made=True)
 
 
+@pytest.mark.parametrize("in_part", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_that_never_comes_is_named_and_ranks_go_on_afterwards(policy: str, sim_process: RankPool) -> None:
+def test_a_rank_that_never_comes_is_named_and_ranks_go_on_afterwards(
+    policy: str, in_part: bool, sim_process: RankPool
+) -> None:
     """What the host does when a collective of the device hangs: say so in time, end it, and make new groups."""
-    told, _ = run(sim_process, policy, sim_jobs.rank_that_never_comes)
+    told, _ = run(sim_process, policy, sim_jobs.rank_that_never_comes, in_part=in_part)
     assert "within wait_timeout=0.5 s" in told
     assert "the all-gather of rows" in told

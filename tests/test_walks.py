@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.spread import SpreadParameter
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.run.loans import Loans
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.offload import Machine
 from lightning_zero.shards.staging import Staged
@@ -67,7 +67,7 @@ class Ranks(threading.local):
 
 def gradient(stage: int) -> Walk:
     ranks = Ranks()
-    moves = {GradientShard: ("collect", "_pack", "_store"), Comm: ("reduce_scatter",)}
+    moves = {GroupGradient: ("collect", "_pack", "_store"), Comm: ("reduce_scatter",)}
     with walking(moves, lambda: bool(ranks.doing)) as walk:
         ranks.train(stage)
     return walk

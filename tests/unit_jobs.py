@@ -71,7 +71,7 @@ def on_engine(
 def state_of(model: nn.Module, engine: Engine | None) -> dict[str, Tensor]:
     """Whole weights."""
     if engine is not None and not engine.closed:
-        engine.loans.settle()
+        engine.loans.end_all()
         return engine.states.full_model()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 

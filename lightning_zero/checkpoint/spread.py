@@ -15,7 +15,7 @@ from lightning_zero.shards.slot import Slot
 from lightning_zero.shards.staging import StateElsewhere
 from lightning_zero.shards.units import as_written
 from lightning_zero.shards.written import Written
-from lightning_zero.tiers.array import Array, Part, read_late
+from lightning_zero.tiers.array import Array, LatePart, read_late
 from lightning_zero.views.lazy import LazyTensor, Range, Spread, Stored
 from lightning_zero.wire.mesh import Mesh
 
@@ -104,8 +104,8 @@ class SpreadState(Spread):
         start = share.shard_start - slot.state_piece.shard_start
         part, piece = slice(start, start + share.numel), self._piece
         if isinstance(piece, StateElsewhere):
-            piece.settle()
-            values: Tensor | Part = Part(piece.array, part, piece.dtype)
+            piece.keep_edits()
+            values: Tensor | LatePart = LatePart(piece.array, part, piece.dtype)
         else:
             values = piece.detach().reshape(-1)[part]
         return [Range(slot.local.box.extent(self.name, share.start, share.stop), values)]

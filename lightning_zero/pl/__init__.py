@@ -1,1 +1,1 @@
-"""Lightning's strategy, precision plugins, callbacks and readers: the only room that imports `lightning`."""
+"""Lightning's strategy, precision plugins, callbacks and readers: the only layer that imports `lightning`."""

@@ -23,7 +23,7 @@ _choosers: list[Chooser] = []
 
 
 def install(chooser: Chooser) -> None:
-    """Makes `chooser` the one that chooses. It is in a room above this one."""
+    """Makes `chooser` the one that chooses. It is in a layer above this one."""
     _choosers[:] = [chooser]
 
 

@@ -74,7 +74,6 @@ class CheckpointingStrategy(ShardedStrategy, DDPStrategy):
     def _engines(self) -> list[Engine]:
         return [] if self.engine is None else [self.engine]
 
-    @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
         if self._fit is None:

@@ -151,7 +151,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         self._modules.append(sharded := ShardedModule(module, self._make_engine))
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
-        _ = sharded.engine  # made here, where all ranks are, and not in the first forward
+        sharded.ensure_engine()  # here, where all ranks are, and not in the first forward
         return sharded, optimizers, scheduler
 
     @override
@@ -175,7 +175,7 @@ class FabricZeroStrategy(FabricCheckpointing):
 
     def _discard_engine(self, sharded: ShardedModule) -> None:
         """Closes an engine that was made for evaluation, so that the next one trains."""
-        engine = sharded.engine
+        engine = sharded.ensure_engine()
         if engine.optimizers:
             raise RuntimeError(
                 "An optimizer is set up for a module that trains with others already. Set up all of them first: "
@@ -209,18 +209,17 @@ class FabricZeroStrategy(FabricCheckpointing):
         if len(found) != 1:
             told = f"{len(found)} of the modules that were set up have it" if what is not None else "say which"
             raise ValueError(f"{len(self._modules)} modules were set up with Fabric; {told}. Pass one of them.")
-        return found[0].engine
+        return found[0].ensure_engine()
 
     @property
     @override
     def _engines(self) -> list[Engine]:
         return [sharded.made for sharded in self._modules if sharded.made is not None]
 
-    @property
     @override
     def _stepped_in(self) -> dict[Optimizer, Engine]:
         # A module without optimizers may get some later: no engine is made for it here.
-        return {one: sharded.engine for sharded in self._modules for one in self._optimizers_of(sharded)}
+        return {one: sharded.ensure_engine() for sharded in self._modules for one in self._optimizers_of(sharded)}
 
     def _optimizers_of(self, sharded: ShardedModule) -> list[Optimizer]:
         """Returns the optimizers that step a module."""
@@ -237,13 +236,13 @@ class FabricZeroStrategy(FabricCheckpointing):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if optimizer not in self._stepped_in:
+        if optimizer not in self._stepped_in():
             raise RuntimeError(
                 f"{type(optimizer).__name__} has no parameter of a module that was set up. Call fabric.setup(model, "
                 "optimizer), or fabric.setup_module(model) before the first step."
             )
         self._unscale(optimizer)
-        with self._stepped_in[optimizer].calling_step():
+        with self._stepped_in()[optimizer].calling_step():
             output = super().optimizer_step(optimizer, **kwargs)
         self._steps += 1
         self._skipped.note(self._steps, self._overflows.pop(optimizer, None), self._scaler)
@@ -253,7 +252,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         """Unscales gradients in fp16, once between two steps: when they are clipped, or else in the step. The scaler
         itself finds nothing left to unscale. Collective."""
         if self._scaler is not None and scaling_of(self._scaler, optimizer)["stage"] is OptState.READY:
-            averages = self._stepped_in[optimizer].averages
+            averages = self._stepped_in()[optimizer].averages
             self._overflows[optimizer] = averages.unscale_(self._scaler, optimizer)
 
     @override
@@ -286,13 +285,13 @@ class FabricZeroStrategy(FabricCheckpointing):
     def _unscaled_in(self, optimizer: Optimizer) -> Engine | None:
         """Unscales what an optimizer steps, to be clipped. Returns its engine; None if no module that is set up has its
         parameters."""
-        if optimizer not in self._stepped_in:
+        if optimizer not in self._stepped_in():
             return None
         if self._scaler is None:
             self.precision.unscale_gradients(optimizer)  # the user's plugin may have its own way
         else:
             self._unscale(optimizer)
-        return self._stepped_in[optimizer]
+        return self._stepped_in()[optimizer]
 
     # -- the end
 

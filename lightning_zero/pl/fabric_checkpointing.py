@@ -58,16 +58,16 @@ class FabricCheckpointing(ShardedStrategy, DDPStrategy):
     def _state_to_save(self, key: str, value: Any) -> Any:
         """Returns the state of a module or optimizer that was set up, and any other value as it is."""
         if isinstance(value, ShardedModule):
-            return self._model_to_save(value.engine, key)
-        if isinstance(value, Optimizer) and value in self._stepped_in:
-            return self._optimizer_to_save(self._stepped_in[value], value, key)
+            return self._model_to_save(value.ensure_engine(), key)
+        if isinstance(value, Optimizer) and value in self._stepped_in():
+            return self._optimizer_to_save(self._stepped_in()[value], value, key)
         return value
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state, as one device would have it. Call it on every rank."""
         optimizer = unwrapped(optimizer)
-        stepped = optimizer in self._stepped_in
+        stepped = optimizer in self._stepped_in()
         return self.full_optimizer_state(optimizer) if stepped else super().get_optimizer_state(optimizer)
 
     @override
@@ -109,7 +109,7 @@ class FabricCheckpointing(ShardedStrategy, DDPStrategy):
         if not isinstance(module, ShardedModule):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        with module.engine.states.loading(lambda: None):  # it is made first: parameters only note what is loaded
+        with module.ensure_engine().states.loading(lambda: None):  # parameters only note what is loaded
             left = resume.load_state_dict(module.module, state_dict, strict=strict)
         if any(left):
             rank_zero_warn(f"strict=False: {left}. These stay as they are.")

@@ -45,9 +45,9 @@ class ReadingStrategy:
         """All engines that have been made."""
         raise NotImplementedError
 
-    @property
     def _stepped_in(self) -> Mapping[Optimizer, Engine]:
-        """Optimizers that may be asked for their state, each with its engine."""
+        """Returns the optimizers that may be asked for their state, each with its engine. Under Fabric these are made
+        where they are not there yet: collective then."""
         raise NotImplementedError
 
     # -- what users read
@@ -77,7 +77,7 @@ class ReadingStrategy:
             RuntimeError: before the first fit.
             ValueError: when None could be any of several, or the optimizer is of no fit.
         """
-        stepped = self._stepped_in
+        stepped = self._stepped_in()
         # Lightning wraps them, and some wrap another one themselves.
         wanted = (optimizer, getattr(optimizer, "optimizer", optimizer))
         found = [one for one in stepped if optimizer is None or any(one is other for other in wanted)]

@@ -28,9 +28,8 @@ class ShardedModule(Module):
         self._make = make
         self._is_blocked = False  # the next backward is not the last of its step
 
-    @property
-    def engine(self) -> Engine:
-        """The engine, which is made here if there is none. Collective then."""
+    def ensure_engine(self) -> Engine:
+        """Returns the engine, which is made here if there is none. Collective then."""
         if self.made is None:
             with torch.inference_mode(False), torch.enable_grad():  # the tensors made here are trained later
                 self.made = self._make(self)
@@ -44,7 +43,7 @@ class ShardedModule(Module):
     @torch.compiler.disable
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         reduces = torch.is_grad_enabled() and not self._is_blocked
-        with self.engine.forward(reduces=reduces):
+        with self.ensure_engine().forward(reduces=reduces):
             output = self.module(*args, **kwargs)
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
@@ -63,7 +62,7 @@ class ShardedModule(Module):
         `Options.accumulation` is for the Trainer, which surrounds micro-batches without being asked."""
         self._is_blocked = True
         try:
-            with self.engine.no_sync():
+            with self.ensure_engine().no_sync():
                 yield
         finally:
             self._is_blocked = False

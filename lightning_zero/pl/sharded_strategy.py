@@ -261,7 +261,7 @@ class ShardedStrategy(ReadingStrategy):
 
         Call it on every rank. `key` is the entry of the checkpoint, where one holds several models.
         """
-        engine.loans.settle()
+        engine.loans.end_all()
         engine.runner.course.drop()
         if self.saves_single_file():
             return engine.states.full_model()

@@ -144,14 +144,15 @@ class ZeroStrategy(EngineStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        timeout, starts_by = config.seconds_from(timeout, "timeout"), start_method_here(start_method)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            start_method=cast(Any, start_method_here(start_method)),
-            timeout=config.seconds_from(timeout, "timeout"),
+            start_method=cast(Any, starts_by),
+            timeout=timeout,
         )
         config.one_of("process_group_backend", process_group_backend, (None, "gloo", "nccl", "xccl"))
         is_open = stage == "auto"
@@ -180,9 +181,9 @@ class ZeroStrategy(EngineStrategy):
             options=options,
             max_skipped_steps=max_skipped_steps,
             wait_timeout=config.seconds_from(wait_timeout, "wait_timeout"),
-            timeout=config.seconds_from(timeout, "timeout"),
+            timeout=timeout,
             sanitize=sanitize,
-            start_method=start_method_here(start_method),
+            start_method=starts_by,
         )
         self._format = CheckpointFormat(config.policy_from(Checkpoint, checkpoint, "checkpoint"))
         self.checkpoint_io = checkpoint_io

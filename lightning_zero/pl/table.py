@@ -143,7 +143,7 @@ def bytes_table(numel: int, **reports: Mapping[str, int]) -> list[str]:
 
 def _dtype_lines(engine: Engine) -> list[str]:
     rows = [["elements", "storage", "compute", "reduce", "master"]]
-    grads = {shard.group: shard.dtype for shard in engine.runner.reductions.shards}
+    grads = {gradient.group: gradient.dtype for gradient in engine.runner.reductions.gradients}
     numels: Counter[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = Counter()
     for group in engine.groups:
         numels[group.kind.resting, group.kind.declared, grads.get(group)] += sum(slot.numel for slot in group.slots)

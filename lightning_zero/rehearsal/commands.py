@@ -25,7 +25,7 @@ class Training(NamedTuple):
     trainer: dict[str, Any]  # arguments of the Trainer
 
 
-Compose = Callable[[str, Sequence[str]], Training]  # reads a config, in a room above this one
+Compose = Callable[[str, Sequence[str]], Training]  # reads a config, in a layer above this one
 
 
 def add_plan(one: argparse.ArgumentParser, compose: Compose) -> None:

@@ -187,9 +187,9 @@ class Rank:
         """Returns the bytes of gradients that autograd has made, where they are not sharded."""
         if self._engine is None:
             return 0
-        shards = [shard for shard in self._engine.runner.reductions.shards if not shard.travels]
+        gradients = [gradient for gradient in self._engine.runner.reductions.gradients if not gradient.travels]
         with no_interception():
-            found = [slot.parameter.grad for shard in shards for slot in shard.group.slots]
+            found = [slot.parameter.grad for gradient in gradients for slot in gradient.group.slots]
         return sum(one.nbytes for one in found if one is not None)
 
 

@@ -56,7 +56,7 @@ class Average:
         self._numbers: dict[ShardGroup, int] = {}  # by which `Course.call` gathers them
         self._loaded: Mapping[str, Any] = {}  # until the next update: groups may begin to train after `load`
         engine.catch_up()
-        engine.loans.settle()
+        engine.loans.end_all()
         engine.runner.meet_before_collective()
         trained = [group for group in engine.groups if group.kind.trainable]
         with failing_together(engine.mesh.world, "making room for the average of the model"):
@@ -108,7 +108,7 @@ class Average:
 
     def update_parameters(self, _: Module | None = None) -> None:
         """Updates the average with the module's values after a step. Where a group's step is postponed, so is this."""
-        self._engine.loans.settle()
+        self._engine.loans.end_all()
         self.drop_loaded()
         for group in self._arrays:
             update = partial(self._update, group, self.updates)
@@ -140,7 +140,7 @@ class Average:
         """
         engine = self._engine
         engine.catch_up()
-        engine.loans.settle()
+        engine.loans.end_all()
         engine.runner.rendezvous.meet_before_collective()  # after it no rank has gathered, or asks for, the old values
         with _writable(), no_interception():
             for group, array in self._arrays.items():

@@ -67,9 +67,9 @@ class Averages:
     def forget(self) -> None:
         """Forgets what was measured of gradients, as a step has taken them."""
         self._measured = None
-        for shard in self.reductions.shards:
-            if shard.averaged.squares is not None:
-                shard.averaged.squares.forget()
+        for gradient in self.reductions.gradients:
+            if gradient.averaged.squares is not None:
+                gradient.averaged.squares.forget()
 
     def clip_by_norm_(
         self,

@@ -14,7 +14,7 @@ from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE, Plan, Resid
 from lightning_zero.run.plan_cache import NOTHING, Expected, Past, PlanCache
 from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import GradientState, Reductions
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.serving import Serving
 from lightning_zero.run.statement import Statement
@@ -65,7 +65,7 @@ class Course:
         self._journal = journal
         self._round = _Round()
         self._plans = PlanCache(self._plan_of)
-        self._order = reductions.shards  # in which plans count them
+        self._order = reductions.gradients  # in which plans count them
 
     @property
     def past(self) -> Past:
@@ -123,7 +123,7 @@ class Course:
         uses, expected = self.past.uses, NOTHING
         if not uses:
             expected = self._plans.beginning(number, enabled=torch.is_grad_enabled())
-        elif number in uses and not (torch.is_grad_enabled() or self._reductions.stage is Stage.COLLECTING):
+        elif number in uses and not (torch.is_grad_enabled() or self._reductions.state is GradientState.COLLECTING):
             # One batch after another. A backward may use a unit again, too, but is none.
             expected = Expected(self._plan_of(uses[len(uses) - uses[::-1].index(number) - 1 :], {}))
             self._cache.discard_all(but=number)  # as the plan expects
@@ -143,16 +143,16 @@ class Course:
 
     def end_round(self, *, agree: bool, continues: bool) -> None:
         """Learns the plan of the round that is over, and begins the next one; see `PlanCache.learn`."""
-        groups, pattern = len(self._reductions.shards), self._reductions.pattern
+        groups, pattern = len(self._reductions.gradients), self._reductions.pattern
         self._plans.learn(self.past, groups, pattern, agree=agree, continues=continues)
         self._round = _Round(self._plans.expected)
 
     def forget_old_order(self) -> bool:
         """Drops all plans if ranks have just changed the order of gradient groups, or added to it, and begins the round
         anew. Returns whether they have."""
-        if self._order == self._reductions.shards:
+        if self._order == self._reductions.gradients:
             return False
-        self._order = self._reductions.shards
+        self._order = self._reductions.gradients
         self._plans.clear()
         self._round = _Round()
         return True
@@ -211,7 +211,7 @@ class Course:
             if not self._replicas.settle_alike():
                 self._stop()
                 return False
-            self._round.past.reduced += len(self._reductions.shards)
+            self._round.past.reduced += len(self._reductions.gradients)
         elif step.use == REDUCE:
             self._readiness.send_mark(diverges=not keep)
             return keep
@@ -235,7 +235,7 @@ class Course:
         """Notes how many gradient groups are complete on all ranks, and returns it. After a backward that is so since
         its end."""
         past, complete = self._round.past, statement.complete
-        is_over = self._reductions.stage is Stage.UNSETTLED and END in past.uses
+        is_over = self._reductions.state is GradientState.UNSETTLED and END in past.uses
         if self._units:  # elsewhere no plan starts reductions
             past.note_complete(past.last_end if is_over else len(past.uses), past.reduced + complete)
         return complete

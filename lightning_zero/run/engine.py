@@ -17,6 +17,7 @@ from lightning_zero.run.given import adopt
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.module_hooks import ModuleHooks
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception, leave
 from lightning_zero.run.phase import Phase
@@ -27,7 +28,6 @@ from lightning_zero.run.regrouping import Regrouping
 from lightning_zero.run.replicated import SharedBuffers, move_replicated
 from lightning_zero.run.runner import Runner
 from lightning_zero.run.saved import SavedParameters
-from lightning_zero.run.schedule import Schedule
 from lightning_zero.run.setup import set_up
 from lightning_zero.run.states import States
 from lightning_zero.run.step_hooks import StepHooks
@@ -128,12 +128,12 @@ class Engine:
         self.loans = Loans(self.groups, cache, lasting, self.runner, saved)
         move_replicated(module, device)
         late = module if stepping.may_be_late else None
-        self.schedule = Schedule(made, self.loans, late=late)
+        self.module_hooks = ModuleHooks(made, self.loans, late=late)
         if self.parts.recompute is not None:
             self.parts.recompute.install()
         steppers, whole = stepping.steppers, self.parts.stepped.whole
         self.regrouping = Regrouping(
-            module, steppers, whole, setting, self.options, self.schedule, reductions, self.loans
+            module, steppers, whole, setting, self.options, self.module_hooks, reductions, self.loans
         )
         self.regrouping.deal()
         around = [self.runner.step, self._around_step, stepping.step]
@@ -173,7 +173,7 @@ class Engine:
             self.catch_up()
             if (unread := self.loans.loading.take_error()) is not None:
                 raise unread
-        self.loans.settle()
+        self.loans.end_all()
         self._buffers.broadcast_stale()
         with self.runner.phases.within(Phase.FORWARD), self.loans.saved.noting():
             yield
@@ -188,7 +188,7 @@ class Engine:
         if newly := self.regrouping.newly_trainable():
             self.catch_up()
             self.runner.rendezvous.meet()  # settles the last backward, before there are more gradients to agree on
-            self.loans.settle(all_here=True)
+            self.loans.end_all(all_here=True)
             self.regrouping.take_in(newly)
         self.regrouping.deal()
 
@@ -358,7 +358,7 @@ class Engine:
         self.states.leave(whole=whole)
         if self.parts.recompute is not None:
             self.parts.recompute.remove()
-        self.schedule.detach()
+        self.module_hooks.detach()
         self.runner.hooks.remove()
         self.runner.phases.close()
         if not whole:
@@ -366,7 +366,7 @@ class Engine:
             if disk is not None:
                 disk.close(drains=False)
             return
-        self.loans.settle()
+        self.loans.end_all()
         self.runner.rendezvous.meet()  # after it no rank may ask for what is freed below
         self.runner.course.close()
         self.runner.reductions.free()  # first: whole parameters then take their memory, and not more

@@ -8,7 +8,7 @@ from lightning_zero.run.program import Facts, GroupFacts, OptimizerFacts, UnitFa
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.stepping import Stepping
 from lightning_zero.shards.bucket import BucketPool
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.optimizer import PieceStepper
 from lightning_zero.shards.options import Options
@@ -23,10 +23,10 @@ def facts_of(
     """Returns what rests where on this rank."""
     numbers = {group: number for number, group in enumerate(loans.groups)}
     steppers = list(stepping.steppers.values())
-    gradients = {shard.group: shard for shard in reductions.shards}
+    gradients = {gradient.group: gradient for gradient in reductions.gradients}
     pools = {pool: number for number, pool in enumerate(reductions.pools)}
     units, rendezvous, comm = loans.cache.units, loans.runner.rendezvous, mesh.shard
-    order = tuple(numbers[shard.group] for shard in reductions.shards if not shard.group.kind.is_idle)
+    order = tuple(numbers[gradient.group] for gradient in reductions.gradients if not gradient.group.kind.is_idle)
     return Facts(
         groups=tuple(_group_facts(one, gradients.get(one), pools) for one in loans.groups),
         units=tuple(
@@ -51,7 +51,7 @@ def facts_of(
         publishes_late=stepping.publishes_late,
         spans=bool(units) and rendezvous.spans,
         marks_reductions=rendezvous.readiness.marks_reductions,
-        settles_alone=not units and reductions.may_settle_alone and len(order) == len(reductions.shards),
+        settles_alone=not units and reductions.may_settle_alone and len(order) == len(reductions.gradients),
     )
 
 
@@ -70,7 +70,7 @@ def _optimizer_facts(stepper: PieceStepper, numbers: Mapping[ShardGroup, int]) -
     )
 
 
-def _group_facts(group: ShardGroup, gradient: GradientShard | None, pools: Mapping[BucketPool, int]) -> GroupFacts:
+def _group_facts(group: ShardGroup, gradient: GroupGradient | None, pools: Mapping[BucketPool, int]) -> GroupFacts:
     travels = gradient is not None and gradient.travels
     return GroupFacts(
         name=group.name,

@@ -55,12 +55,12 @@ def bytes_to_rest(
     """Returns the bytes of `Forecast.here` without averages that are still to come. Optimizers are tried on the device
     `tried_on`; None: where each one steps."""
     here = Counter(engine.bytes_by_category())
-    for shard in engine.runner.reductions.shards:
-        if not shard.travels and not engine.options.step_in_backward:
+    for gradient in engine.runner.reductions.gradients:
+        if not gradient.travels and not engine.options.step_in_backward:
             with no_interception():
-                slots = [slot for slot in shard.group.slots if slot.parameter.requires_grad]
+                slots = [slot for slot in gradient.group.slots if slot.parameter.requires_grad]
                 to_come = [slot for slot in slots if slot.parameter.grad is None]
-            here[Category.GRADIENT] += sum(slot.numel for slot in to_come) * shard.dtype.itemsize
+            here[Category.GRADIENT] += sum(slot.numel for slot in to_come) * gradient.dtype.itemsize
     for optimizer in optimizers:
         tensors, made = _state_tensors_of(optimizer, tried_on), optimizer.state
         for parameter in _stepped(optimizer):

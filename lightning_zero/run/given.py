@@ -25,13 +25,13 @@ def adopt(
     """
     if steps and reductions.are_accumulated:
         for slot in slots:
-            gradient_of(slot).beside.settle(slot)
+            gradient_of(slot).beside.move_to_average(slot)
     given = [*_given_in(reductions, slots, steps=steps)]
     if not given:
         return
     if wait is not None:
         wait()
-    full_grads = [shard.averaged.full_grad for shard in reductions.shards]
+    full_grads = [gradient.averaged.full_grad for gradient in reductions.gradients]
     ours = {storage_key(full_grad.untyped_storage()) for full_grad in full_grads if full_grad is not None}
     # Views of our memory, as after `p.grad, q.grad = q.grad, p.grad`, are read before anything is written there.
     read = {slot: grad.clone() for slot, grad in given if _is_in(grad, ours)}

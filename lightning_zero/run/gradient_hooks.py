@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import put_last
 
@@ -26,11 +26,11 @@ class GradientHooks:
         self._hooked: list[tuple[Parameter, int]] = []  # each with the id of its hook
         self._handles: list[Any] = []
 
-    def add(self, shards: Iterable[GradientShard]) -> None:
+    def add(self, gradients: Iterable[GroupGradient]) -> None:
         """Hooks those parameters whose gradients are to be taken as they come."""
         with no_interception():
-            for shard in shards:
-                for slot in shard.group.slots if shard.is_collected else ():
+            for gradient in gradients:
+                for slot in gradient.group.slots if gradient.is_collected else ():
                     parameter, trains_now = slot.parameter, slot.parameter.requires_grad
                     parameter.requires_grad_(True)  # torch hooks only what trains; `toggle_optimizer` may thaw it later
                     handle = parameter.register_post_accumulate_grad_hook(partial(self._collect, weakref.ref(slot)))

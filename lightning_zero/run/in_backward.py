@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import final
 
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.slot import Slot
 
 
@@ -13,34 +13,34 @@ class StepsInBackward:
 
     def __init__(self, step: Callable[[Sequence[Slot]], None]) -> None:
         self._step = step
-        self._waiting: list[GradientShard] = []  # complete on this rank, and being reduced
-        self._stepped: set[GradientShard] = set()  # in this backward
+        self._waiting: list[GroupGradient] = []  # complete on this rank, and being reduced
+        self._stepped: set[GroupGradient] = set()  # in this backward
 
-    def follow(self, shard: GradientShard) -> None:
-        """Steps what was reduced before, while the reduction of `shard` is under way; and that one next, if it is
+    def follow(self, gradient: GroupGradient) -> None:
+        """Steps what was reduced before, while the reduction of `gradient` is under way; and that one next, if it is
         complete on this rank."""
         self._step_waiting()
-        if shard.is_complete:
-            self._waiting.append(shard)
+        if gradient.is_complete:
+            self._waiting.append(gradient)
 
-    def step_rest(self, shard: GradientShard, slots: Sequence[Slot]) -> None:
+    def step_rest(self, gradient: GroupGradient, slots: Sequence[Slot]) -> None:
         """Steps a group at the end of backward, unless it has been. `slots` have a gradient on any rank."""
-        if shard in self._waiting:
+        if gradient in self._waiting:
             self._step_waiting()
-        elif shard not in self._stepped and not shard.group.kind.is_idle:
-            self.step(shard, slots)
+        elif gradient not in self._stepped and not gradient.group.kind.is_idle:
+            self.step(gradient, slots)
 
-    def step(self, shard: GradientShard, slots: Sequence[Slot]) -> None:
+    def step(self, gradient: GroupGradient, slots: Sequence[Slot]) -> None:
         """Waits for the average of a group, steps `slots` of it, and drops it."""
-        shard.wait()
-        self._stepped.add(shard)
+        gradient.wait()
+        self._stepped.add(gradient)
         if slots:
             self._step(slots)
-        shard.averaged.drop()
+        gradient.averaged.drop()
 
     def _step_waiting(self) -> None:
-        for shard in self._waiting:
-            self.step(shard, shard.group.slots)
+        for gradient in self._waiting:
+            self.step(gradient, gradient.group.slots)
         self._waiting.clear()
 
     def clear(self) -> None:

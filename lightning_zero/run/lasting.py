@@ -184,10 +184,10 @@ class LastingLoans:
     def _keep_gradient(self, slot: Slot, gradient: Tensor, *, is_edited: bool) -> None:
         """Writes a gradient to its shard. What is only read is written, too, as not every edit can be told; but not
         what this rank alone has added to, which the next backward is to reduce."""
-        shard = gradient_of(slot)
-        if is_edited or not shard.beside.has(slot.index):
-            shard.beside.drop(slot.index)
-            shard.averaged.write(slot, gradient)
+        own = gradient_of(slot)
+        if is_edited or not own.beside.has(slot.index):
+            own.beside.drop(slot.index)
+            own.averaged.write(slot, gradient)
 
     @property
     def has_edited_gradients(self) -> bool:

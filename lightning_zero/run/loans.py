@@ -2,11 +2,11 @@
 
 A parameter or gradient that rests as a shard, in another dtype or in another tier lends its values to each call that
 reads it. A loan ends with the call if the call leaves no view of the values, and otherwise at the next boundary: before
-a forward or a step (`settle`). Each rank takes over edits of what it owns, so all ranks must make the same edits.
+a forward or a step (`end_all`). Each rank takes over edits of what it owns, so all ranks must make the same edits.
 
-A rank that comes to an edit before others waits for them (`edits`). Some keep at the boundary, for a loan that lasts,
-what others keep at once: so a rank that has kept edits waits at the boundary, too. Until then a loan that lasts is this
-rank's alone: what it runs or recomputes sees the edits (`show_edits`), what it sends to other ranks does not. A rank
+A rank that comes to an edit before others waits for them (`edit_barriers`). Some keep at the boundary, for a loan that
+lasts, what others keep at once: so a rank that has kept edits waits at the boundary, too. Until then a loan that lasts
+is this rank's alone: what it runs or recomputes sees the edits (`show_edits`), what it sends to others does not. A rank
 that waits elsewhere for those at the boundary, and serves them, keeps its edits when they go on: they run with these.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.edits import EditBarrier, GradientEdits, Place
+from lightning_zero.run.edit_barriers import EditBarrier, GradientEditBarrier, Position
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loading import Loading
 from lightning_zero.run.parameter import AsDeclared, RestingParameter
@@ -61,7 +61,7 @@ class Loans:
                 serve = partial(self._serve_gradient, slot)
                 self._averages[slot] = self.runner.rendezvous.serving.enroll(f"the gradient of {slot.name}", serve)
         if self._averages and self.runner.gradient_edits is None:
-            self.runner.gradient_edits = GradientEdits(self.runner.rendezvous)
+            self.runner.gradient_edits = GradientEditBarrier(self.runner.rendezvous)
 
     def add(self, groups: Sequence[ShardGroup], trained: Sequence[ShardGroup]) -> None:
         """Adds new groups, whose parameters are shown plain, and the gradients of groups that have begun to train."""
@@ -112,7 +112,7 @@ class Loans:
             return AsDeclared.apply(slot.parameter, view)
 
     def declared_of(self, slot: Slot) -> Tensor:
-        """Returns the values of a two-byte weight in its declared dtype, lent until `settle`, as a plain tensor."""
+        """Returns the values of a two-byte weight in its declared dtype, lent until `end_all`, as a plain tensor."""
         self._declared(slot.group)
         return self.lasting.shown(slot)
 
@@ -144,7 +144,7 @@ class Loans:
             if loan.is_unwatched and loan.is_visible_in(result) and not is_arriving:
                 self.lasting.note_views(group for group in unit.groups if not group.kind.upcasts)
         if unit.pins == 1 and loan.is_edited:
-            self._wait_for_all(Place.EDIT)
+            self._wait_for_all(Position.EDIT)
             self.lasting.keep_edit(unit, is_unversioned=loan.is_unversioned, is_arriving=is_arriving)
         self.cache.unpin(unit)
 
@@ -154,7 +154,7 @@ class Loans:
         slots = {slot_of(parameter) for parameter in parameters}
         asked = [group for group in self.groups if not slots.isdisjoint(group.slots)]
         groups = [group for group in asked if not group.is_plain]
-        self.settle()
+        self.end_all()
         for group in asked if write else ():
             if group.is_apart:
                 self.latest.catch_up(group)
@@ -170,9 +170,9 @@ class Loans:
         try:
             yield
         finally:
-            if not write:  # before `settle`, which would keep their edits
+            if not write:  # before `end_all`, which would keep their edits
                 self.lasting.drop(groups)
-            self.settle()
+            self.end_all()
 
     # -- loading
 
@@ -247,17 +247,17 @@ class Loans:
 
     # -- boundaries
 
-    def settle(self, *, all_here: bool = False) -> None:
+    def end_all(self, *, all_here: bool = False) -> None:
         """Ends all loans, and keeps the edits that were made meanwhile. If there are any, all ranks must come here, or
         end their round; `all_here` says that they have just met."""
         self.runner.stepping.recover()  # in a step that an error has left, parameters are pieces
         if not all_here:
             if self.lasting.are_edited:
-                self._wait_for_all(Place.BOUNDARY)
+                self._wait_for_all(Position.BOUNDARY)
             if self.lasting.has_edited_gradients:
                 self.runner.wait_to_edit_gradients()
         self.lasting.end_all()
 
-    def _wait_for_all(self, place: Place) -> None:
+    def _wait_for_all(self, position: Position) -> None:
         if self._barrier is not None:
-            self._barrier.wait_for_all(place)
+            self._barrier.wait_for_all(position)

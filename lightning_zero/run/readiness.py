@@ -52,7 +52,7 @@ class Readiness:
     def send_mark(self, *, diverges: bool) -> None:
         """Tells all ranks whether this one diverges before the first reduction of a backward. Those that do not begin
         to reduce, and hear of one that does before they wait. It joins their reductions when they have served it."""
-        mark = self._comm.host.tell(int(diverges), f"reduce {self._reductions.shards[0].group.name}")
+        mark = self._comm.host.tell(int(diverges), f"reduce {self._reductions.gradients[0].group.name}")
         if diverges:
             self._sent = mark
         else:

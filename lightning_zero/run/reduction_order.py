@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from lightning_zero.device import HOST
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.wire.comm import Comm
 
 
@@ -18,28 +18,28 @@ from lightning_zero.wire.comm import Comm
 class ReductionOrder:
     """Puts gradients in the order that ranks have agreed on, and counts how many of the first are complete here."""
 
-    def __init__(self, shards: Sequence[GradientShard], comm: Comm) -> None:
-        self.shards = [*shards]
+    def __init__(self, gradients: Sequence[GroupGradient], comm: Comm) -> None:
+        self.gradients = [*gradients]
         self._comm = comm
         self._complete = 0  # how many of them were complete when that was last counted in this backward
-        self._ready: list[GradientShard] = []  # in the order in which this backward has completed them
+        self._ready: list[GroupGradient] = []  # in the order in which this backward has completed them
         self._is_learnt = False
 
-    def add(self, shards: Sequence[GradientShard]) -> None:
+    def add(self, gradients: Sequence[GroupGradient]) -> None:
         """Appends gradients that have begun to train. Call it between two backwards."""
-        self.shards = sorted([*self.shards, *shards], key=lambda shard: shard.group.kind.is_idle)
+        self.gradients = sorted([*self.gradients, *gradients], key=lambda gradient: gradient.group.kind.is_idle)
 
     def begin_backward(self) -> None:
         self._ready = []
 
-    def note_complete(self, shard: GradientShard) -> None:
-        self._ready.append(shard)
+    def note_complete(self, gradient: GroupGradient) -> None:
+        self._ready.append(gradient)
 
     def count_complete(self) -> int:
         """Returns how many groups, from the first, have a gradient of every parameter on this rank."""
-        while self._complete < len(self.shards):
-            shard = self.shards[self._complete]
-            if not (shard.is_complete or shard.group.kind.is_idle):  # idle ones wait for ranks to agree
+        while self._complete < len(self.gradients):
+            gradient = self.gradients[self._complete]
+            if not (gradient.is_complete or gradient.group.kind.is_idle):  # idle ones wait for ranks to agree
                 break
             self._complete += 1
         return self._complete
@@ -53,7 +53,8 @@ class ReductionOrder:
         if self._is_learnt:  # not a check that may differ between ranks: it decides whether a message is sent
             return
         self._is_learnt = True
-        numbers = {shard: number for number, shard in enumerate(self.shards)}
-        agreed = torch.tensor([numbers[shard] for shard in {**dict.fromkeys(self._ready), **numbers}], device=HOST)
+        numbers = {gradient: number for number, gradient in enumerate(self.gradients)}
+        complete_first = dict.fromkeys([*self._ready, *self.gradients])
+        agreed = torch.tensor([numbers[gradient] for gradient in complete_first], device=HOST)
         self._comm.broadcast(agreed, "reduction order")
-        self.shards = [self.shards[at] for at in agreed.tolist()]
+        self.gradients = [self.gradients[at] for at in agreed.tolist()]

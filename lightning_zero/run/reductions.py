@@ -17,12 +17,12 @@ from lightning_zero.run.reduction_order import ReductionOrder
 from lightning_zero.run.statement import Statement
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool
-from lightning_zero.shards.gradient import GradientShard, averaged_of, gradient_of
+from lightning_zero.shards.gradient import GroupGradient, averaged_of, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.wire.comm import Comm
 
 
-class Stage(Enum):
+class GradientState(Enum):
     """Where gradients are between autograd and the optimizer."""
 
     CLEAR = auto()  # no backward has ended since ranks last agreed
@@ -47,14 +47,14 @@ class Reductions:
         steps: StepsInBackward | None,
         notices: Notices,
     ) -> None:
-        self._order = ReductionOrder(assembly.shards, comm)
+        self._order = ReductionOrder(assembly.gradients, comm)
         self.pools = assembly.pools
         self._comm = comm
         self._overlap = overlap
         self._interception = interception
-        self.started = 0  # how many of `shards` are being reduced, or have been
+        self.started = 0  # how many of `gradients` are being reduced, or have been
         self._may_wait: bool | None = None  # see `may_wait`; None until it is asked
-        self.stage = Stage.CLEAR
+        self.state = GradientState.CLEAR
         self._alone: bytes | None = None  # flags of parameters with gradients, if this rank has settled them alone
         self.is_on = True  # False: backwards only accumulate gradients, on this rank
         self.reduces = True  # the latest backward was begun while `is_on`
@@ -62,13 +62,13 @@ class Reductions:
         self.steps = steps  # takes averaged gradients in backward, if there is one
 
     @property
-    def shards(self) -> list[GradientShard]:
+    def gradients(self) -> list[GroupGradient]:
         """All gradients, in the agreed order."""
-        return self._order.shards
+        return self._order.gradients
 
-    def add(self, shards: Sequence[GradientShard], pools: Sequence[BucketPool]) -> None:
+    def add(self, gradients: Sequence[GroupGradient], pools: Sequence[BucketPool]) -> None:
         """Appends gradients that have begun to train to the agreed order. Call it between two backwards."""
-        self._order.add(shards)
+        self._order.add(gradients)
         self.pools = [*self.pools, *pools]
         self._may_wait = None
 
@@ -78,10 +78,10 @@ class Reductions:
         at every gradient."""
         if self._may_wait is None:
             chunks = Counter({pool: -pool.size for pool in self.pools})
-            for shard in self.shards:
-                if shard.travels and not shard.group.kind.is_idle:
-                    chunks[shard.pool] += len(shard.group.layout.chunks)
-            in_order = any(shard.group.comm.keeps_order for shard in self.shards)
+            for gradient in self.gradients:
+                if gradient.travels and not gradient.group.kind.is_idle:
+                    chunks[gradient.pool] += len(gradient.group.layout.chunks)
+            in_order = any(gradient.group.comm.keeps_order for gradient in self.gradients)
             self._may_wait = in_order or any(more > 0 for more in chunks.values())
         return self._may_wait or self.steps is not None
 
@@ -94,16 +94,16 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """Notes that a backward begins, and that the last one is settled."""
-        self.stage = Stage.COLLECTING
+        self.state = GradientState.COLLECTING
         self.reduces = self.is_on
         self._order.begin_backward()
         self.forget_settled()
         with no_interception():
             # All are read before any is written: after `p.grad, q.grad = q.grad, p.grad`, one is where another goes.
-            given = [shard.begin_backward() for shard in self.shards]
-            for shard, grads in zip(self.shards, given, strict=True):
+            given = [gradient.begin_backward() for gradient in self.gradients]
+            for gradient, grads in zip(self.gradients, given, strict=True):
                 if grads:
-                    shard.replace_accumulated(grads)
+                    gradient.replace_accumulated(grads)
 
     def forget_settled(self) -> None:
         """Notes that other ranks have begun another backward than the one that this rank has settled alone."""
@@ -111,40 +111,40 @@ class Reductions:
 
     def refuse_second(self, slot: Slot) -> None:
         """Raises RuntimeError for another gradient of a parameter, if its group has been sent in this backward."""
-        if gradient_of(slot) in self.shards[: self.started]:
+        if gradient_of(slot) in self.gradients[: self.started]:
             raise RuntimeError(
                 f"Parameter {slot.name!r} received a second gradient in one backward, after its first was sent to the "
                 "other ranks: it is used in several reentrant activation checkpoints. Write "
                 "checkpoint(..., use_reentrant=False), or ZeroStrategy(overlap=False)."
             )
 
-    def note_complete(self, shard: GradientShard) -> int:
+    def note_complete(self, gradient: GroupGradient) -> int:
         """Notes that a group has all its gradients on this rank. Returns `count_complete`."""
-        self._order.note_complete(shard)
+        self._order.note_complete(gradient)
         return self.count_complete()
 
     def count_complete(self) -> int:
         """Returns how many groups, from the first of the agreed order, have all the gradients on this rank that they
         will have: once backward has ended, those are all groups."""
-        if self.stage is Stage.UNSETTLED and self.has_gradients:
-            return len(self.shards)
+        if self.state is GradientState.UNSETTLED and self.has_gradients:
+            return len(self.gradients)
         return self._order.count_complete() if self.is_on and self._overlap else 0
 
-    def due(self, number: int) -> Iterator[GradientShard]:
+    def due(self, number: int) -> Iterator[GroupGradient]:
         """Yields those of the first `number` gradients of the agreed order that are not being reduced yet. The caller
         begins to reduce each before it goes on."""
-        for shard in self.shards[self.started : number]:
-            if not shard.group.kind.is_idle:  # of an idle one other ranks may have no gradient: see `_awake`
-                yield shard
+        for gradient in self.gradients[self.started : number]:
+            if not gradient.group.kind.is_idle:  # of an idle one other ranks may have no gradient: see `_awake`
+                yield gradient
                 if self.steps is not None:
-                    self.steps.follow(shard)
+                    self.steps.follow(gradient)
             self.started += 1
 
     def start(self, number: int) -> None:
         """Starts the first `number` reductions of the agreed order, except those that have started."""
         with no_interception(), torch.no_grad():
-            for shard in self.due(number):
-                shard.begin_reduce()
+            for gradient in self.due(number):
+                gradient.begin_reduce()
 
     def wait_after(self, hear: Callable[[], None] | None) -> None:
         """Has `hear` called before any reduction is waited for; None ends that."""
@@ -154,65 +154,67 @@ class Reductions:
     def start_all(self, having: Sequence[Sequence[Slot]] = ()) -> None:
         """Starts all reductions, before any is waited for: another rank may be out of buckets. `having` are the
         parameters with a gradient on any rank, by group, where ranks have agreed on them."""
-        self.start(len(self.shards))
+        self.start(len(self.gradients))
         with no_interception(), torch.no_grad():
-            for shard, _ in self._awake(having):
-                shard.begin_reduce()
+            for gradient, _ in self._awake(having):
+                gradient.begin_reduce()
 
-    def _awake(self, having: Sequence[Sequence[Slot]]) -> list[tuple[GradientShard, Sequence[Slot]]]:
+    def _awake(self, having: Sequence[Sequence[Slot]]) -> list[tuple[GroupGradient, Sequence[Slot]]]:
         """Returns the idle groups of which any rank has gradients, and those parameters. They are idle no longer. All
         ranks come to the same ones, and reduce them after all others."""
-        found = [(shard, slots) for shard, slots in zip(self.shards, having, strict=False) if slots]
-        found = [(shard, slots) for shard, slots in found if shard.group.kind.is_idle]
-        for shard, _ in found:
-            shard.begin_having_gradients()
+        found = [(gradient, slots) for gradient, slots in zip(self.gradients, having, strict=False) if slots]
+        found = [(gradient, slots) for gradient, slots in found if gradient.group.kind.is_idle]
+        for gradient, _ in found:
+            gradient.begin_having_gradients()
             self._may_wait = None
         return found
 
     @property
     def has_gradients(self) -> bool:
         """Whether this rank has gradients to reduce."""
-        return self.is_on and any(shard.used for shard in self.shards)
+        return self.is_on and any(gradient.used for gradient in self.gradients)
 
     @property
     def are_accumulated(self) -> bool:
         """Whether the gradients of the latest backward are still those of each rank, and no average of them."""
-        return not self.reduces and any(shard.travels for shard in self.shards)
+        return not self.reduces and any(gradient.travels for gradient in self.gradients)
 
     def end_backward(self) -> None:
         """Ends a backward: its gradients only accumulate, or are reduced when ranks agree (`settle`)."""
         if not self.is_on:
-            self.stage = Stage.CLEAR
-            for shard in self.shards:
-                shard.end_backward_unreduced()
+            self.state = GradientState.CLEAR
+            for gradient in self.gradients:
+                gradient.end_backward_unreduced()
             self._clear()
             return
-        self.stage = Stage.UNSETTLED
+        self.state = GradientState.UNSETTLED
         self.notices.are_current = False  # one rank may read these gradients alone: the others do not go on without it
-        for shard in self.shards:  # what a next backward adds to `p.grad` before ranks agree is kept apart
-            if shard.averaged.is_spread and self.steps is None:
-                for index in shard.used:
-                    self.show(shard.group.slots[index])
-        for shard in self._plain:
-            self._interception.hide(shard.group)
+        for gradient in self.gradients:  # what a next backward adds to `p.grad` before ranks agree is kept apart
+            if gradient.averaged.is_spread and self.steps is None:
+                for index in gradient.used:
+                    self.show(gradient.group.slots[index])
+        for gradient in self._plain:
+            self._interception.hide(gradient.group)
 
     # -- what ranks agree on
 
     def statement(self) -> Statement:
         """Returns what this rank knows of the backward."""
-        has_gradients = self.stage is Stage.UNSETTLED and any(shard.used for shard in self.shards)
+        has_gradients = self.state is GradientState.UNSETTLED and any(gradient.used for gradient in self.gradients)
         has_gradients |= self._alone is not None
         complete = self.count_complete()
-        incomplete = bytes(at >= complete for at in range(len(self.shards)))
+        incomplete = bytes(at >= complete for at in range(len(self.gradients)))
         return Statement(has_gradients, bytes(self.notices.flags()), incomplete, self._alone or self._flags)
 
     def read(self, said: bytes) -> Statement:
         """Returns the statement that `said` holds, of this rank or of several."""
-        return Statement.read(said, len(self.shards))
+        return Statement.read(said, len(self.gradients))
 
     @property
     def _flags(self) -> bytes:
-        return b"".join(bytes(map(shard.used.__contains__, range(len(shard.group.slots)))) for shard in self.shards)
+        return b"".join(
+            bytes(map(gradient.used.__contains__, range(len(gradient.group.slots)))) for gradient in self.gradients
+        )
 
     def hear(self, said: Statement, *, of_all: bool = True) -> bytes | None:
         """Takes the combined statements of all ranks. Returns the flags of parameters with a gradient on any rank, for
@@ -256,7 +258,7 @@ class Reductions:
     def _slots_in(self, flags: bytes) -> list[list[Slot]]:
         """Returns the parameters with a flag, by group."""
         found, rest = [], flags
-        for slots in (shard.group.slots for shard in self.shards):
+        for slots in (gradient.group.slots for gradient in self.gradients):
             own, rest = rest[: len(slots)], rest[len(slots) :]
             found.append([*itertools.compress(slots, own)])
         return found
@@ -273,7 +275,7 @@ class Reductions:
     @property
     def may_settle_alone(self) -> bool:
         """Whether averages are stored without further collectives, and stay as they are until the next ones are."""
-        return self.steps is None and all(s.travels and s.group.setting.partition.gradient for s in self.shards)
+        return self.steps is None and all(s.travels and s.group.setting.partition.gradient for s in self.gradients)
 
     @property
     def is_complete(self) -> bool:
@@ -283,7 +285,7 @@ class Reductions:
     @property
     def has_idle(self) -> bool:
         """Whether there are groups of which no rank has had a gradient so far."""
-        return any(shard.group.kind.is_idle for shard in self.shards)
+        return any(gradient.group.kind.is_idle for gradient in self.gradients)
 
     def settle_alone(self, said: Statement | None) -> None:
         """Does what `settle` does, where all reductions are under way on all ranks. Other ranks may settle later. Of
@@ -294,10 +296,10 @@ class Reductions:
 
     def _end_unsettled(self) -> None:
         """Has parameters ask for their gradients no longer: ranks agree on them here."""
-        if self.stage is Stage.UNSETTLED:
-            for shard in self._plain:
-                self._interception.show(shard.group)
-        self.stage = Stage.CLEAR
+        if self.state is GradientState.UNSETTLED:
+            for gradient in self._plain:
+                self._interception.show(gradient.group)
+        self.state = GradientState.CLEAR
 
     def _refuse_uneven_batches(self) -> None:
         """Raises RuntimeError on every rank. Collective."""
@@ -310,26 +312,26 @@ class Reductions:
 
     def _show_averages(self, having: Sequence[Sequence[Slot]]) -> None:
         """Shows averaged gradients in parameters that had one on any rank (`having`); other `p.grad` stay as is."""
-        for shard, slots in zip(self.shards, having, strict=True):
-            shard.end_reduce()
-            for slot in slots if shard.travels else ():
+        for gradient, slots in zip(self.gradients, having, strict=True):
+            gradient.end_reduce()
+            for slot in slots if gradient.travels else ():
                 self.show(slot)
 
     def _step_averages(self, steps: StepsInBackward, having: Sequence[Sequence[Slot]]) -> None:
         """Steps the remaining gradients group by group; each reduction starts when it is the group's turn."""
-        for number, (shard, slots) in enumerate(zip(self.shards, having, strict=True)):
+        for number, (gradient, slots) in enumerate(zip(self.gradients, having, strict=True)):
             self.start(number + 1)
-            steps.step_rest(shard, slots)
-        for shard, slots in self._awake(having):
-            shard.begin_reduce()
-            steps.step(shard, slots)
-        for shard in self.shards:
-            shard.end_reduce()
+            steps.step_rest(gradient, slots)
+        for gradient, slots in self._awake(having):
+            gradient.begin_reduce()
+            steps.step(gradient, slots)
+        for gradient in self.gradients:
+            gradient.end_reduce()
 
     @property
-    def _plain(self) -> list[GradientShard]:
+    def _plain(self) -> list[GroupGradient]:
         """Gradients of parameters that are not intercepted for any other reason."""
-        return [shard for shard in self.shards if shard.travels and shard.group.is_plain]
+        return [gradient for gradient in self.gradients if gradient.travels and gradient.group.is_plain]
 
     def show(self, slot: Slot) -> None:
         """Makes `p.grad` the averaged gradient."""
@@ -346,9 +348,9 @@ class Reductions:
         """Drops the gradients of a backward that has failed, on every rank."""
         for pool in self.pools:
             pool.drain()
-        for shard in self.shards:
-            shard.forget()
-        self.stage = Stage.CLEAR
+        for gradient in self.gradients:
+            gradient.forget()
+        self.state = GradientState.CLEAR
         self._alone = None
         self._clear()
 
@@ -360,8 +362,8 @@ class Reductions:
 
     def free(self) -> None:
         """Releases gradients and buckets permanently."""
-        for shard in self.shards:
-            shard.free()
+        for gradient in self.gradients:
+            gradient.free()
         self._clear()
         # Nothing is due any more, even if an error has ended a backward in the middle.
-        self._order.shards, self.pools = [], []
+        self._order.gradients, self.pools = [], []

@@ -8,9 +8,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.run.loans import Loans
+from lightning_zero.run.module_hooks import ModuleHooks
 from lightning_zero.run.reductions import Reductions
 from lightning_zero.run.replicated import broadcast_new
-from lightning_zero.run.schedule import Schedule
 from lightning_zero.shards import assembly
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.managed import are_all_in, newly_trainable
@@ -31,14 +31,14 @@ class Regrouping:
     steps_whole: Collection[Optimizer]  # those of `steppers` that step whole tensors
     setting: Setting
     options: Options
-    schedule: Schedule
+    module_hooks: ModuleHooks
     reductions: Reductions
     loans: Loans
     listeners: list[Callable[[Sequence[ShardGroup]], None]] = field(default_factory=list)  # told of groups that train
     imbalance: Imbalance | None = None  # of the whole tensors that were dealt last
 
     def __post_init__(self) -> None:
-        self._trained = {id(slot.parameter) for shard in self.reductions.shards for slot in shard.group.slots}
+        self._trained = {id(slot.parameter) for gradient in self.reductions.gradients for slot in gradient.group.slots}
         # At set-up. Kept alive, so that ids stay theirs; those that are taken in later live in their groups.
         self._known = {id(p): p for p in self.module.parameters()}
 
@@ -55,11 +55,11 @@ class Regrouping:
         """
         broadcast_new(newly, self._known, self.setting.mesh)
         added = assembly.add(newly, self.reductions.pools, self.setting, self.options)
-        groups = [shard.group for shard in added.shards]
+        groups = [gradient.group for gradient in added.gradients]
         self.loans.add(added.groups, groups)
-        self.reductions.add(added.shards, added.pools)
-        self.loans.runner.hooks.add(added.shards)
-        self.schedule.surround_late(added.shards)
+        self.reductions.add(added.gradients, added.pools)
+        self.loans.runner.hooks.add(added.gradients)
+        self.module_hooks.surround_late(added.gradients)
         self._trained |= {id(slot.parameter) for group in groups for slot in group.slots}
         for stepper in self.steppers.values():
             stepper.note_parameters()

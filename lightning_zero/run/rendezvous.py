@@ -38,7 +38,7 @@ from lightning_zero.run.journal import Journal
 from lightning_zero.run.plan import ASK, END, NEXT_BACKWARD, REDUCE
 from lightning_zero.run.program import Cause
 from lightning_zero.run.readiness import Readiness
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import GradientState, Reductions
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.serving import Heard, RoundEnd, Serving
 from lightning_zero.shards.slot import no_interception
@@ -107,7 +107,7 @@ class Rendezvous:
         """Ends the round of the ranks in `comm`, and begins the next one; see `meet`."""
         self.course.diverge()
         self._replicas.come_to_end()
-        past, groups = self.course.past, len(self._reductions.shards)
+        past, groups = self.course.past, len(self._reductions.gradients)
         self.is_awaited = at is RoundEnd.EARLY and self.serving.may_be_wanted
         heard = self.serving.until_end(past, at)
         self._replicas.reduce_if_awaited()
@@ -189,7 +189,7 @@ class Rendezvous:
         """Makes ranks agree on which parameters have gradients, if they have not since the last backward. With `meets`,
         ranks also meet if one of them may have read gradients alone, so that another collective may follow."""
         self.course.hear_marks()
-        is_unsettled = self._reductions.stage is Stage.UNSETTLED
+        is_unsettled = self._reductions.state is GradientState.UNSETTLED
         if not (is_unsettled or meets):
             return  # as nearly always: it is asked at each look at a `p.grad`
         if not meets:
@@ -206,7 +206,7 @@ class Rendezvous:
         """Lets others come to where this rank waits for all of them: settles the last backward, as they may wait for
         that, and meets one that is `early`."""
         with no_interception(), torch.no_grad():
-            if early or self._reductions.stage is Stage.UNSETTLED:
+            if early or self._reductions.state is GradientState.UNSETTLED:
                 self.meet(RoundEnd.EARLY)
 
     def _settles_by_leaving(self) -> bool:
@@ -214,7 +214,7 @@ class Rendezvous:
         they learn that this rank has left: they meet no more for it."""
         with no_interception(), torch.no_grad():
             self.course.diverge()
-        return self._reductions.stage is not Stage.UNSETTLED and not self.is_awaited
+        return self._reductions.state is not GradientState.UNSETTLED and not self.is_awaited
 
     def _settle_alone(self) -> None:
         """Settles gradients whose reductions all ranks start by themselves, as each has said that it has some. If every
@@ -237,7 +237,7 @@ class Rendezvous:
         reductions by themselves, others may wait in some that this rank has not come to, or for it to come to any."""
         with no_interception(), torch.no_grad():
             self.course.diverge()
-        number = len(self._reductions.shards)
+        number = len(self._reductions.gradients)
         if self._reductions.reduces and self._reductions.steps is None and self.come_to_reduce(number):
             self._reductions.start(number)
         self.readiness.reset()

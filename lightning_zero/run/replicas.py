@@ -4,7 +4,7 @@ from typing import final
 
 import torch
 
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import GradientState, Reductions
 from lightning_zero.shards.slot import no_interception
 from lightning_zero.wire.comm import Comm, Told
 
@@ -66,7 +66,7 @@ class Replicas:
         """Tells the others that this replica meets them. This rank has come to the end of the round: if it has no
         gradients to reduce, it is certain that the replica starts no reductions before."""
         if self._part:
-            if self._reductions.stage is Stage.CLEAR or not self._reductions.has_gradients:
+            if self._reductions.state is GradientState.CLEAR or not self._reductions.has_gradients:
                 self._tell_start(starts=False)
             if self.may_settle_alike:
                 self._tell_end(_MEETS)

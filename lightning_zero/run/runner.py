@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.run.backward import Backward
 from lightning_zero.run.cache import UnitCache
-from lightning_zero.run.edits import GradientEdits
+from lightning_zero.run.edit_barriers import GradientEditBarrier
 from lightning_zero.run.gradient_hooks import GradientHooks
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.lasting import LastingLoans
@@ -25,7 +25,7 @@ from lightning_zero.run.latest import Latest
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.phase import Phase, Phases
 from lightning_zero.run.program import Cause
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import GradientState, Reductions
 from lightning_zero.run.rendezvous import Rendezvous
 from lightning_zero.run.stepping import Stepping
 from lightning_zero.run.weight_views import WeightViews
@@ -58,11 +58,11 @@ class Runner:
         self.latest = Latest(groups, cache, self.rendezvous, interception, journal)
         self.backward = Backward()
         self.hooks = GradientHooks(partial(self.gradient, weakref.ref(self)))
-        self.hooks.add(reductions.shards)
+        self.hooks.add(reductions.gradients)
         self.views = WeightViews()  # in the pass under way
         self.phases = Phases()
         self._lasting = lasting
-        self.gradient_edits: GradientEdits | None = None  # where gradients rest as shards
+        self.gradient_edits: GradientEditBarrier | None = None  # where gradients rest as shards
         # Ranks agree on gradients at the end of a backward, and not as late as in the step: where `p.grad` is reduced
         # in place, and must not be added to before; and where gradients are stepped there.
         self._settles_at_end = not setting.partition.optimizer or not setting.keeps_gradients
@@ -108,7 +108,7 @@ class Runner:
         self.journal.note(Cause.BACKWARD)
         self.catch_up()  # new gradients take the place of those that postponed steps need
         self._take_back_gradients(all_here=False)  # edits of the old ones, before there are new ones
-        if self.reductions.stage is Stage.UNSETTLED or self.rendezvous.is_awaited:
+        if self.reductions.state is GradientState.UNSETTLED or self.rendezvous.is_awaited:
             self.rendezvous.settle_last_backward()
         self.reductions.begin_backward()
         self.phases.enter(Phase.BACKWARD)
@@ -126,15 +126,15 @@ class Runner:
                 return
         if not self.backward.is_known:
             self.notice_backward(slot)
-        shard = gradient_of(slot)
-        if shard.is_complete:
+        gradient = gradient_of(slot)
+        if gradient.is_complete:
             self.reductions.refuse_second(slot)
         with no_interception():
-            is_last = shard.collect(slot, local=not self.reductions.is_on)
+            is_last = gradient.collect(slot, local=not self.reductions.is_on)
         if not is_last:
             return
-        self.journal.note(Cause.GRADIENT, shard.group)
-        number = self.reductions.note_complete(shard)
+        self.journal.note(Cause.GRADIENT, gradient.group)
+        number = self.reductions.note_complete(gradient)
         if self.rendezvous.come_to_reduce(number):
             with no_interception(), torch.no_grad():
                 for due in self.reductions.due(number):
@@ -145,12 +145,12 @@ class Runner:
         self.phases.exit(Phase.BACKWARD)
         self.journal.note(Cause.END if self.reductions.is_on else Cause.KEPT)
         with no_interception(), torch.no_grad():
-            number = len(self.reductions.shards)
+            number = len(self.reductions.gradients)
             if self.reductions.has_gradients and self.rendezvous.come_to_reduce(number):
                 self.reductions.start(number)
             self.reductions.end_backward()
             self.rendezvous.end_backward()
-            if self._settles_at_end and self.reductions.stage is Stage.UNSETTLED:
+            if self._settles_at_end and self.reductions.state is GradientState.UNSETTLED:
                 self.rendezvous.meet()
             self.stepping.publish_stepped_in_backward()
             if self.stepping.has_failed_in_backward:  # no call of `step` follows here, in which others meet this rank
@@ -163,7 +163,7 @@ class Runner:
         """Forgets what a failed backward or step has left half done. It must have failed on every rank."""
         self.stepping.recover()
         # Asked of the reductions: the phase ends with the forward that it is in, as in manual optimization.
-        if self.reductions.stage is Stage.COLLECTING and not self.backward.is_known:
+        if self.reductions.state is GradientState.COLLECTING and not self.backward.is_known:
             self.phases.exit(Phase.BACKWARD)
             self.rendezvous.forget_backward()
             with no_interception():
@@ -194,7 +194,7 @@ class Runner:
         self._take_back_gradients(all_here=meets)
 
     def wait_to_edit_gradients(self, call: int | None = None) -> None:
-        """Waits until all ranks have come to an edit of gradients; see `GradientEdits`."""
+        """Waits until all ranks have come to an edit of gradients; see `GradientEditBarrier`."""
         if self.gradient_edits is not None:
             self.gradient_edits.wait_for_all(call)
 

@@ -11,7 +11,7 @@ import torch
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.plan_cache import Past
 from lightning_zero.run.readiness import Readiness
-from lightning_zero.run.reductions import Reductions, Stage
+from lightning_zero.run.reductions import GradientState, Reductions
 from lightning_zero.run.replicas import Replicas
 from lightning_zero.run.statement import Statement
 from lightning_zero.shards.slot import no_interception
@@ -111,7 +111,7 @@ class Serving:
             if want == self.to_reduce:
                 if len(wants) == 1:  # of the others: this rank has no gradients, and contributes zeros
                     self._reductions.forget_settled()
-                    self._reductions.start(len(self._reductions.shards))
+                    self._reductions.start(len(self._reductions.gradients))
                     self._replicas.drain()
             elif want == self.to_settle:
                 pass  # all have settled as they heard of it
@@ -179,7 +179,7 @@ class Serving:
         number = want if isinstance(want, int) else end
         wants = bytearray(end + 1)
         wants[number] = 1
-        is_unsettled = self._reductions.stage is Stage.UNSETTLED
+        is_unsettled = self._reductions.state is GradientState.UNSETTLED
         same = self._state(number + (want is RoundEnd.MICRO_BATCH), past, follows=follows)
         pattern = self._reductions.pattern.to_bytes(8, "little")
         collects = self._readiness.settles_alone and not is_unsettled
@@ -209,12 +209,10 @@ class Serving:
 
     def _state(self, want: int, past: Past, *, follows: bool) -> bytes:
         """What is the same on all ranks if they agree."""
-        stage = self._reductions.stage
+        state = self._reductions.state
         began_on = past.begins is not None and past.begins[1]  # on a rank that evaluates first, it may not be
-        modes = (
-            torch.is_grad_enabled(), stage is Stage.COLLECTING, stage is Stage.UNSETTLED, past.has_failed, began_on,
-            follows,
-        )  # fmt: skip
+        is_collecting, is_unsettled = state is GradientState.COLLECTING, state is GradientState.UNSETTLED
+        modes = (torch.is_grad_enabled(), is_collecting, is_unsettled, past.has_failed, began_on, follows)
         flags = sum(mode << at for at, mode in enumerate(modes))
         return b"".join(
             value.to_bytes(8, "little") for value in (want, len(past.uses), past.digest, past.counts, flags)

@@ -26,7 +26,7 @@ from lightning_zero.wire.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineParts:
     """The parts of an engine that `set_up` makes of a module and its optimizers."""
 
     setting: Setting
@@ -44,7 +44,7 @@ def set_up(
     device: torch.device,
     options: Options,
     ledger: Ledger,
-) -> Setup:
+) -> EngineParts:
     """Takes over the parameters of `module`, with rank 0's values; see `Engine`. Collective."""
     mesh = Mesh.of(comm, options.replicate_size, options.tensor_parallel_size)
     has_copies_only = options.replicate_size > 1 and mesh.replicate.size == 1  # no ranks divide a copy of the model
@@ -79,8 +79,8 @@ def set_up(
         made = assembly.assemble(module, managed, trainable, setting, options)
     if options.offload is not None:
         with together():  # all ranks of the machine have allocated their groups: what is free now is for the state
-            offload.refuse_too_little_room(options.offload, made.shards, optimizers, setting, options.machine)
-    return Setup(setting, made, stepped, foreign, recompute)
+            offload.refuse_too_little_room(options.offload, made.gradients, optimizers, setting, options.machine)
+    return EngineParts(setting, made, stepped, foreign, recompute)
 
 
 def _refuse_steps_in_backward(optimizers: Sequence[Optimizer], partition: Partition, options: Options) -> None:

@@ -143,7 +143,7 @@ class States:
         self._loans.loading.read_all()
         self._loans.latest.catch_up_all()
         self._runner.meet_before_collective()  # serves ranks that still look at what they load
-        self._loans.settle(all_here=True)  # a rank that looked alone would not ask for those values again, and be ahead
+        self._loans.end_all(all_here=True)  # a rank that looked alone would not ask again, and be ahead
         try:
             with failing_together(self._mesh.world, "reading the model"):
                 unread = self._loans.loading.take_error()
@@ -209,7 +209,7 @@ class States:
         self._loans.latest.catch_up_all()  # a postponed step belongs to the state before
         if self._groups and not self._groups[0].is_freed:  # after fit parameters are whole, and hold their own values
             self._runner.meet_before_collective()  # serves ranks that still read the values before users' edits
-            self._loans.settle(all_here=True)  # keeps them: on the way out, masters overwrite what was edited
+            self._loans.end_all(all_here=True)  # keeps them: on the way out, masters overwrite what was edited
         with failing_together(self._mesh.world, "reading the optimizers"):
             for state, saved in pairs:
                 state.load(saved)

@@ -15,7 +15,7 @@ from lightning_zero.run.journal import Journal
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
-from lightning_zero.run.setup import Setup
+from lightning_zero.run.setup import EngineParts
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import why_serial
@@ -42,7 +42,7 @@ class Stepping:
         self,
         module: Module,
         optimizers: Sequence[Optimizer],
-        parts: Setup,
+        parts: EngineParts,
         options: Options,
         interception: Interception,
         journal: Journal,
@@ -55,9 +55,9 @@ class Stepping:
         self._journal = journal
         offloads = options.offload is not None
         # Why an offloaded step is taken in the call of `step`; None: it waits until its values are needed.
-        self.serial_because = why_serial(module, made.shards) if offloads else None
+        self.serial_because = why_serial(module, made.gradients) if offloads else None
         is_lazy = offloads and self.serial_because is None
-        nbytes = sum(local_of(slot.parameter).nbytes for shard in made.shards for slot in shard.group.slots)
+        nbytes = sum(local_of(slot.parameter).nbytes for gradient in made.gradients for slot in gradient.group.slots)
         on_host = setting.places.gathered.device.type == "cpu"
         self._leaves_much = on_host and setting.partition.gradient and nbytes > MUCH
         self._steps = 0  # that may have left much

@@ -1,4 +1,4 @@
-"""`assemble`: makes units, groups, gradient shards and buckets of a module's parameters, for the engine's set-up."""
+"""`assemble`: makes units, groups, their gradients and buckets of a module's parameters, for the engine's set-up."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from lightning_zero.shards.arena import Arena
 from lightning_zero.shards.bucket import Bucket, BucketPool
 from lightning_zero.shards.casting import Reader, readers_of, why_not_cast
 from lightning_zero.shards.early import take_over
-from lightning_zero.shards.gradient import GradientShard, is_packed, set_grad_dtype, travels
+from lightning_zero.shards.gradient import GroupGradient, is_packed, set_grad_dtype, travels
 from lightning_zero.shards.group import ShardGroup
 from lightning_zero.shards.local import local_of
 from lightning_zero.shards.offload import choose_offloaded
@@ -50,7 +50,7 @@ class Assembly:
     entrances: list[tuple[Module, Unit]]  # a module, and a unit whose weights it reads before it calls the unit
     resting: Resting
     groups: list[ShardGroup]  # of all parameters, in the order of forward where units are gathered
-    shards: list[GradientShard]  # gradients of the trainable groups, in the order in which backward should reach them
+    gradients: list[GroupGradient]  # of trainable groups, in the order in which backward should reach them
     pools: list[BucketPool]  # that gradients travel in
     arena: Arena  # that units are gathered in
 
@@ -95,10 +95,10 @@ def assemble(
         if own and not stays_full:
             inside = traced.intersection(spec.modules)
             made.append(Unit(spec.name, spec.modules, own, traced=inside, is_leaf=spec.is_leaf))
-    shards, pools = _make_gradients([group for group in groups if group.kind.trainable], setting, options)
+    gradients, pools = _make_gradients([group for group in groups if group.kind.trainable], setting, options)
     if is_sharded:
-        shards.reverse()  # units stand in the order of forward; the groups of whole models are made last first
-    shards.sort(key=lambda shard: shard.group.kind.is_idle)
+        gradients.reverse()  # units stand in the order of forward; the groups of whole models are made last first
+    gradients.sort(key=lambda gradient: gradient.group.kind.is_idle)
     by_module = {inner: unit for unit in made for inner in unit.modules}
     encoders = [encoder for encoder in module.modules() if isinstance(encoder, nn.TransformerEncoder)]
     # Units around other units are in use for longer than those, and have room of their own.
@@ -110,7 +110,7 @@ def assemble(
         entrances=[(each, by_module[each.layers[0]]) for each in encoders if each.layers[0] in by_module],
         resting=resting,
         groups=groups,
-        shards=shards,
+        gradients=gradients,
         pools=pools,
         arena=Arena(room, max(sizes, default=0), setting.ledger, setting.places.gathered, setting.mesh.shard),
     )
@@ -201,7 +201,7 @@ def _make_groups(
 
 def _make_gradients(
     groups: Iterable[ShardGroup], setting: Setting, options: Options, there: Iterable[BucketPool] = ()
-) -> tuple[list[GradientShard], list[BucketPool]]:
+) -> tuple[list[GroupGradient], list[BucketPool]]:
     """Makes the gradients of groups. Those of each dtype travel in one of the pools that are `there`, or in a new one;
     returns the new ones, too. With `overlap` a pool has two buckets, one to fill while the other travels; but no more
     than there are chunks."""
@@ -220,14 +220,14 @@ def _make_gradients(
     for slot, dtype in ((slot, dtype) for group, dtype in dtypes.items() for slot in group.slots):
         set_grad_dtype(slot.parameter, dtype)
     none = BucketPool([], setting)  # of what does not travel
-    return [GradientShard(group, dtype, pools.get(dtype, none)) for group, dtype in dtypes.items()], new
+    return [GroupGradient(group, dtype, pools.get(dtype, none)) for group, dtype in dtypes.items()], new
 
 
 class Addition(NamedTuple):
     """The parts that an engine gains when more parameters train."""
 
     groups: list[ShardGroup]  # new ones, of parameters that no group held
-    shards: list[GradientShard]  # of the new groups, and of groups that did not train before
+    gradients: list[GroupGradient]  # of the new groups, and of groups that did not train before
     pools: list[BucketPool]
 
 

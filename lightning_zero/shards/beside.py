@@ -61,9 +61,8 @@ class Beside:
         self._edited.discard(index)
         return self.kept.pop(index), is_addition
 
-    def settle(self, slot: Slot) -> None:
-        """Takes what is kept into this rank's piece of the average, which is about to be stepped, and keeps it no
-        longer."""
+    def move_to_average(self, slot: Slot) -> None:
+        """Moves what is kept into this rank's piece of the average, which is about to be stepped."""
         self.end_views()
         if slot.index not in self.kept:
             return

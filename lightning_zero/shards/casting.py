@@ -1,7 +1,7 @@
 """Which weights autocast casts at each use: those may rest in its dtype, and no bit of the result changes.
 
 Each such weight is held by one module, and is read by the forward of one module: its own, or that of the attention
-around it. `run/schedule.py` shows it there as it rests.
+around it. `run/module_hooks.py` shows it there as it rests.
 """
 
 from collections import Counter

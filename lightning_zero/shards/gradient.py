@@ -1,4 +1,4 @@
-"""`GradientShard`: collects the gradients of a group in backward, and reduces them.
+"""`GroupGradient`: collects the gradients of a group in backward, and reduces them.
 
 A gradient takes one route: autograd writes `p.grad` -> `collect` -> (the last of the group) `begin_reduce` ->
 `Comm.reduce_scatter` -> `owned_grad` (of `Averaged`). Where gradients rest in full they accumulate in `full_grad`, and
@@ -39,7 +39,7 @@ def is_packed(group: ShardGroup) -> bool:
 
 
 @final
-class GradientShard:
+class GroupGradient:
     """The gradients of one trainable group. They are reduced and accumulated in `dtype`, and travel in the buckets of
     `pool`, which are wide enough for the largest chunk."""
 
@@ -377,7 +377,7 @@ def _pack_columns(packed: Tensor, grad: Tensor, chunk: Chunk) -> None:
     packed[rows, : stop - chunk.start].copy_(flat[rows * width + chunk.start : rows * width + stop])
 
 
-def gradient_of(slot: Slot) -> GradientShard:
+def gradient_of(slot: Slot) -> GroupGradient:
     """Returns the gradients of the group of a parameter that trains."""
     assert slot.gradient is not None, slot.name
     return slot.gradient

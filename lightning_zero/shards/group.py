@@ -81,7 +81,7 @@ class Publish:
 
 @final
 class ShardGroup:
-    """The values of some parameters: taken over, gathered, stepped. Gradients are in a `GradientShard`."""
+    """The values of some parameters: taken over, gathered, stepped. Gradients are in a `GroupGradient`."""
 
     def __init__(
         self, name: str, parameters: dict[str, Parameter], kind: Kind, setting: Setting, *, stays_full: bool

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Offload
 from lightning_zero.device import HOST, Limit, can_pin, is_host
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.probe import state_tensors_of
 from lightning_zero.shards.setting import Places, Setting
 from lightning_zero.shards.units import modules_in_compiled_regions
@@ -67,12 +67,12 @@ def choose_offloaded(offload: Offload | None, named: Mapping[str, Parameter], tr
     return chosen
 
 
-def why_serial(module: Module, shards: Sequence[GradientShard]) -> str | None:
+def why_serial(module: Module, gradients: Sequence[GroupGradient]) -> str | None:
     """Returns why offloaded steps cannot be postponed until values are needed; None if they can."""
-    offloaded = [shard for shard in shards if shard.group.kind.is_offloaded]
-    if all(shard.group.places.optimizer == shard.group.places.gathered for shard in offloaded):
+    offloaded = [gradient for gradient in gradients if gradient.group.kind.is_offloaded]
+    if all(gradient.group.places.optimizer == gradient.group.places.gathered for gradient in offloaded):
         return "it is kept where it is used"
-    if not all(shard.averaged.is_spread for shard in offloaded):
+    if not all(gradient.averaged.is_spread for gradient in offloaded):
         return "gradients are whole on every rank, and may be changed before the values are wanted"
     if modules_in_compiled_regions(module):
         return "compiled modules look at parameters past us"
@@ -81,20 +81,20 @@ def why_serial(module: Module, shards: Sequence[GradientShard]) -> str | None:
 
 def refuse_too_little_room(
     offload: Offload,
-    shards: Sequence[GradientShard],
+    gradients: Sequence[GroupGradient],
     optimizers: Sequence[Optimizer],
     setting: Setting,
     machine: Machine,
 ) -> None:
     """Raises ValueError unless the tiers have room for the state that the optimizers will make. Parameters, masters and
-    the gradients in `shards` are there already, except for gradients of idle groups."""
+    those in `gradients` are there already, except for gradients of idle groups."""
     per_element = max(map(state_tensors_of, optimizers), default=0)
-    groups = [shard.group for shard in shards if shard.group.kind.is_offloaded]
+    groups = [gradient.group for gradient in gradients if gradient.group.kind.is_offloaded]
     dtypes = {group: group.places.state_dtype or group.master.dtype for group in groups}
     state_bytes = per_element * sum(group.master.numel * dtype.itemsize for group, dtype in dtypes.items())
     if setting.partition.gradient:
-        idle = [shard for shard in shards if shard.group.kind.is_offloaded and shard.group.kind.is_idle]
-        state_bytes += sum(shard.group.layout.shard_numel * shard.dtype.itemsize for shard in idle)
+        idle = [gradient for gradient in gradients if gradient.group.kind.is_offloaded and gradient.group.kind.is_idle]
+        state_bytes += sum(gradient.group.layout.shard_numel * gradient.dtype.itemsize for gradient in idle)
     place, taken = setting.places.optimizer, setting.ledger.tiers[Tier.HOST]
     needed = taken + (state_bytes if place.tier is Tier.HOST else 0)
     if needed and machine.host_bytes is not None and needed > machine.host_bytes:

@@ -16,7 +16,7 @@ from lightning_zero.tiers.array import Array
 from lightning_zero.tiers.ledger import Category
 
 if TYPE_CHECKING:
-    from lightning_zero.shards.gradient import GradientShard
+    from lightning_zero.shards.gradient import GroupGradient
     from lightning_zero.shards.group import ShardGroup
 
 _SLOTS = WeakIdKeyDictionary()  # Parameter -> weak reference to its Slot; a strong one would keep the parameter alive
@@ -47,7 +47,7 @@ class Slot:
         self.piece = group.layout.piece(index, group.comm.rank) if group.is_cut else whole
         self.stepped_shape = (self.piece.numel,) if group.is_cut else span.shape  # a piece is flat
         self.plain_class = class_of(parameter)  # that the user gave it
-        self.gradient: GradientShard | None = None  # of the group; None where it does not train
+        self.gradient: GroupGradient | None = None  # of the group; None where it does not train
         self.is_sparse = False  # its optimizer steps the rows that have a gradient, and no others; see `sparse`
         self.stepper: int | None = None  # the rank that steps the whole parameter; None: every rank steps its piece
         self.edition = Edition()  # of the values that a unit gathers

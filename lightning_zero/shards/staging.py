@@ -30,7 +30,7 @@ class StateElsewhere(Tensor):
 
     array: Array
 
-    def settle(self) -> None:
+    def keep_edits(self) -> None:
         """Writes edits that were made through views of the values to where the values rest."""
 
 
@@ -131,7 +131,7 @@ class Staged:
         state = state_of(self._optimizer, slot.parameter)
         found = {name: value for name, value in state.items() if isinstance(value, StateElsewhere)}
         for value in found.values():
-            value.settle()
+            value.keep_edits()
         return found
 
     def _bytes_of(self, slot: Slot, resting: dict[str, StateElsewhere]) -> int:

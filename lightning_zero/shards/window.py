@@ -27,7 +27,7 @@ from lightning_zero.shards.sparse import sparse_of
 from lightning_zero.shards.staging import NOT_STAGED, Staged, StagingPool
 from lightning_zero.torch_private import edits_of
 
-FUSED = (SGD, Adagrad, Adam, AdamW)  # torch has a fused kernel for CPU tensors, which it uses only on request
+WITH_FUSED_KERNEL = (SGD, Adagrad, Adam, AdamW)  # of torch, for CPU tensors too, which it uses only on request
 FUSABLE = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 
 
@@ -289,14 +289,14 @@ def _has_dense_gradient(slot: Slot) -> bool:
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether there is a fused kernel, and the user has left the choice of the kernel to torch."""
     is_open = group.get("fused", True) is None and group.get("foreach") is None
-    return type(optimizer) in FUSED and is_open and not group.get("differentiable")
+    return type(optimizer) in WITH_FUSED_KERNEL and is_open and not group.get("differentiable")
 
 
 @contextmanager
 def without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
     """Inside, an optimizer of torch's has only the groups that list a parameter, as it steps each group by itself. With
     a group for each layer (learning rates that decay by layer) a window has few, and the others take as long."""
-    if type(optimizer) not in FUSED:  # `param_groups` of a wrapper may be a property
+    if type(optimizer) not in WITH_FUSED_KERNEL:  # `param_groups` of a wrapper may be a property
         yield
         return
     own = optimizer.param_groups

@@ -1,1 +1,1 @@
-"""Hydra sweeps in which each job has several ranks. Only this room imports Hydra."""
+"""Hydra sweeps in which each job has several ranks. Only this layer imports Hydra."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from lightning_zero.device import HOST, Arrival, Event, is_host, record, to_device, to_host, wait_for, wait_on_host
+from lightning_zero.device import HOST, CopyToHost, Event, is_host, record, to_device, to_host, wait_for, wait_on_host
 from lightning_zero.tiers.disk import Disk
 from lightning_zero.tiers.ledger import Category, Ledger, Place, Tier
 from lightning_zero.torch_private import edits_of
@@ -65,7 +65,7 @@ class InMemory(Array):
     def __init__(self, values: Tensor, place: Place) -> None:
         super().__init__(values.numel(), values.dtype, place)
         self._values = values
-        self._arriving: list[tuple[slice, Arrival]] = []  # from the device
+        self._arriving: list[tuple[slice, CopyToHost]] = []  # from the device
         self._leaving: list[tuple[slice, Event]] = []  # to the device
         self._parts: dict[tuple[int | None, int | None], Tensor] = {}  # made once: the same ones in each step
 
@@ -90,6 +90,8 @@ class InMemory(Array):
     def copy_to(self, part: slice, target: Tensor) -> Tensor:
         to_device(target, self.read(part), stays=self.place.pinned)
         if self.place.pinned and not is_host(target.device):
+            # Frozen parameters are gathered again and again, and nobody edits them, who would take these.
+            self._leaving = [copy for copy in self._leaving if not copy[1].query()]
             self._leaving.append((part, record(target.device)))
         return target
 
@@ -163,7 +165,7 @@ def move(part: slice, source: Array, target: Array) -> None:
         target.write(part, source.read(part))
 
 
-class Part(NamedTuple):
+class LatePart(NamedTuple):
     """A part of an array, to be read when it is needed, in a `dtype` that may be wider than the array's."""
 
     array: Array
@@ -174,9 +176,9 @@ class Part(NamedTuple):
         return self.array.read(self.part).to(self.dtype)
 
 
-def read_late(array: Array, part: slice) -> "Tensor | Part":
-    """Returns the values of a part, or, if they are on disk, a `Part` that reads them later."""
-    return Part(array, part, array.dtype) if isinstance(array, OnDisk) else array.read(part)
+def read_late(array: Array, part: slice) -> "Tensor | LatePart":
+    """Returns the values of a part, or, if they are on disk, a `LatePart` that reads them later."""
+    return LatePart(array, part, array.dtype) if isinstance(array, OnDisk) else array.read(part)
 
 
 def empty(category: Category, numel: int, dtype: torch.dtype, place: Place, ledger: Ledger) -> Array:

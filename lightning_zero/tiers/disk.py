@@ -94,8 +94,10 @@ class Disk:
 
     def begin_write(self, moves: Sequence[Move]) -> "Future[None]":
         """Starts to `write` tensors in the background. They must not change until all is done, or until `drain`."""
-        self._writes.append(self._writer.submit(self._move_all, os.pwritev, "writing", deque(moves)))
-        return self._writes[-1]
+        write = self._writer.submit(self._move_all, os.pwritev, "writing", deque(moves))
+        # At stage 1 nothing is read in between, and nobody drains. What has failed stays, to be raised.
+        self._writes = [*(one for one in self._writes if not one.done() or one.exception()), write]
+        return write
 
     def drain(self) -> None:
         """Waits for all pending writes."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zero.device import HOST
 from lightning_zero.shards.extents import Extent
 from lightning_zero.shards.local import Box, as_dtensor
-from lightning_zero.tiers.array import Part
+from lightning_zero.tiers.array import LatePart
 from lightning_zero.torch_private import make_wrapper, tree_map_only
 from lightning_zero.views.intercept import Lent, call
 
@@ -39,10 +39,10 @@ class Range(NamedTuple):
     """Values to write: a flat tensor, and its extent in a tensor of the checkpoint."""
 
     extent: Extent
-    values: Tensor | Part
+    values: Tensor | LatePart
 
     def read(self) -> Tensor:
-        return self.values.read() if isinstance(self.values, Part) else self.values
+        return self.values.read() if isinstance(self.values, LatePart) else self.values
 
 
 class Spread(Source):

@@ -50,7 +50,7 @@ class RestingState(StateElsewhere):
     def borrow(self) -> Lent:
         return Lent(self, self._read(), _end)
 
-    def settle(self) -> None:
+    def keep_edits(self) -> None:
         if self._lent is not None:
             self.array.write(ALL, self._lent.view(-1))
             self._lent = None

@@ -1,4 +1,4 @@
-"""`Comm`: the collectives between ranks. Only this room names a collective of torch.
+"""`Comm`: the collectives between ranks. Only this layer names a collective of torch.
 
 Implementations: one rank (`local.LocalComm`), gloo message by message (`gloo.GlooComm`), torch's own collectives
 (`native.NativeComm`: NCCL), a rank that only counts the bytes it would send (`local.CountingComm`), and for tests ranks

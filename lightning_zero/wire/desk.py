@@ -1,5 +1,5 @@
 """The memory that a rank shares with the other ranks of its machine: its `Desk`, which tensors pass in parts, and its
-`Rooms`, one for each tensor that peers read where it lies.
+`Segments`, one for each tensor that peers read where it lies.
 
 It has no name, and is no file that could be found: only a process that is sent the open file can read it, and only its
 owner can write to it.
@@ -19,7 +19,7 @@ from typing import final
 
 from lightning_zero.wire.landing import Arrival, Payload
 
-ROOM = 2**23  # bytes of what is on its way to all peers
+DESK_BYTES = 2**23  # bytes of what is on its way to all peers
 SLOTS = 2  # for each peer: one is written while the other is read
 _PAGE = mmap.PAGESIZE
 # Of Linux. Many builds of Python, made for all its versions, lack the names.
@@ -78,8 +78,8 @@ class Desk:
 
 
 @final
-class Room:
-    """Memory of a tensor that peers read where it lies. `start` is its place among all rooms of this rank.
+class Segment:
+    """Memory of a tensor that peers read where it lies. `start` is its place among all segments of this rank.
 
     A forked process has a copy, as of other memory, that it may write to. But where it has not, it sees what this
     process writes later.
@@ -92,7 +92,7 @@ class Room:
         self.file, self._memory = _create(nbytes, inherited=True)
         self.address = self._memory.address_of(0, nbytes)
         self._close_file = weakref.finalize(self, os.close, self.file)
-        _ROOMS.add(self)
+        _SEGMENTS.add(self)
 
     def close(self) -> None:
         """Gives the memory back to the system, once no peer has it either."""
@@ -107,16 +107,16 @@ class Room:
 
 
 @final
-class Rooms:
-    """The rooms of this rank, and those of its peers, by their starts. `wakes` is called after one of this rank has
-    gone. It is held weakly: the exchange that holds the rooms closes its sockets when nothing else refers to it."""
+class Segments:
+    """The segments of this rank, and those of its peers, by their starts. `wakes` is called after one of this rank has
+    gone. It is held weakly: the exchange that holds the segments closes its sockets when nothing else refers to it."""
 
     def __init__(self, peers: Iterable[int], wakes: "weakref.WeakMethod[Callable[[], None]]") -> None:
         self._lock = Lock()
         self._wakes = wakes
-        self._own: dict[int, Room] = {}
+        self._own: dict[int, Segment] = {}
         self._next = mmap.PAGESIZE  # the start of the next one; none is 0
-        self.gone: deque[Room] = deque()  # whose tensors are no more; the peers are to be told
+        self.gone: deque[Segment] = deque()  # whose tensors are no more; the peers are to be told
         self._seen: dict[int, dict[int, Memory]] = {peer: {} for peer in peers}
 
     def empty(self, nbytes: int) -> Payload | None:
@@ -126,56 +126,56 @@ class Rooms:
             start = self._next
             self._next += nbytes
         try:
-            room = self._own[start] = Room(start, nbytes)
+            segment = self._own[start] = Segment(start, nbytes)
         except OSError:
             return None
-        memory = (ctypes.c_char * nbytes).from_address(room.address)
+        memory = (ctypes.c_char * nbytes).from_address(segment.address)
         weakref.finalize(memory, self._close, start).atexit = False
         return memory
 
     def _close(self, start: int) -> None:
         """Gives the memory back. It may be called anywhere, even while this thread holds a lock."""
-        room = self._own.pop(start)
-        room.close()
-        self.gone.append(room)
+        segment = self._own.pop(start)
+        segment.close()
+        self.gone.append(segment)
         if (wake := self._wakes()) is not None:
             with suppress(OSError):  # in a forked process, which has no sockets
                 wake()
 
-    def holding(self, address: int) -> Room | None:
-        """Returns the room of this rank in which an address lies."""
-        rooms = [*self._own.values()]
-        return next((room for room in rooms if room.address <= address < room.address + room.nbytes), None)
+    def holding(self, address: int) -> Segment | None:
+        """Returns the segment of this rank in which an address lies."""
+        segments = [*self._own.values()]
+        return next((each for each in segments if each.address <= address < each.address + each.nbytes), None)
 
     def see(self, peer: int, start: int, files: Sequence[int]) -> None:
-        """Maps a room of a peer. What lies there passes the desk if that fails."""
+        """Maps a segment of a peer. What lies there passes the desk if that fails."""
         for file in files:
             with suppress(OSError):
-                room = open_desk(file)
-                if room is not None:
-                    self._seen[peer][start] = room
+                segment = open_desk(file)
+                if segment is not None:
+                    self._seen[peer][start] = segment
 
     def drop(self, peer: int, start: int | None = None) -> None:
-        """Gives up a room of a peer, or all of them."""
+        """Gives up a segment of a peer, or all of them."""
         for one in [*self._seen[peer]] if start is None else [start]:
             self._seen[peer].pop(one, None)
 
     def address_of(self, peer: int, arrival: Arrival) -> int | None:
-        """Returns where a tensor lies in a room of the peer; None if it cannot be read there."""
-        for start, room in self._seen[peer].items():
-            if start <= arrival.place and arrival.place - start + arrival.nbytes <= room.nbytes:
-                return room.address_of(arrival.place - start, arrival.nbytes)
+        """Returns where a tensor lies in a segment of the peer; None if it cannot be read there."""
+        for start, segment in self._seen[peer].items():
+            if start <= arrival.place and arrival.place - start + arrival.nbytes <= segment.nbytes:
+                return segment.address_of(arrival.place - start, arrival.nbytes)
         return None
 
 
 def slot_for(peers: int) -> int:
     """Returns the bytes of a slot where ranks have up to that many peers. It must be the same on all ranks: terms of a
     sum come part by part."""
-    return max(ROOM // (SLOTS * peers) // _PAGE, 16) * _PAGE
+    return max(DESK_BYTES // (SLOTS * peers) // _PAGE, 16) * _PAGE
 
 
 def open_desk(file: int, mark: bytes = b"") -> Memory | None:
-    """Returns a peer's desk, given its file, which it closes, and the mark at its beginning; or a peer's room, which
+    """Returns a peer's desk, given its file, which it closes, and the mark at its beginning; or a peer's segment, which
     has no mark. Returns None if it is another file, or one that its owner could make shorter, which would end this
     process. Raises OSError as `Memory`."""
     try:
@@ -212,15 +212,15 @@ def _last_error() -> OSError:
 
 
 _MEMORIES: "weakref.WeakSet[Memory]" = weakref.WeakSet()  # of this process
-_ROOMS: "weakref.WeakSet[Room]" = weakref.WeakSet()
+_SEGMENTS: "weakref.WeakSet[Segment]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
     for memory in [*_MEMORIES]:
         memory.close()
-    for room in [*_ROOMS]:
-        room.leave_to_parent()
-    _ROOMS.clear()
+    for segment in [*_SEGMENTS]:
+        segment.leave_to_parent()
+    _SEGMENTS.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -5,10 +5,10 @@ A small tensor is one datagram. A larger one passes the sender's desk in parts:
     sender     offer: tag, bytes  ->                  part: offset, bytes  ->                        <-  free: offset
     receiver                          <-  wanted: tag                        reads it from the desk  ---'
 
-One that lies in a room of the sender (see `empty`) is read there, if the receiver can:
+One that lies in a segment of the sender (see `empty`) is read there, if the receiver can:
 
     sender     offer: tag, bytes, place  ->                            <-  read: tag
-    receiver                                 reads it from the room  ---'
+    receiver                                 reads it from the segment  ---'
 
 One thread per rank sends and receives, while the rank computes.
 """
@@ -29,14 +29,14 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lightning_zero.wire.desk import Desk, Memory, Rooms
+from lightning_zero.wire.desk import Desk, Memory, Segments
 from lightning_zero.wire.landing import CLOSED, Arrival, Landing, Message, Part, Unusable
 from lightning_zero.wire.outbox import Outbox
 
 INLINE = 2**15  # bytes, at most, of a tensor in a datagram: up to here a copy takes less time than an answer
 _HEADER = struct.Struct("=cQQQ")  # kind, tag, offset, bytes
 _PAYLOAD, _OFFER, _WANTED, _PART, _FREE = b"p", b"o", b"w", b"s", b"f"
-_READ, _ROOM, _GONE = b"r", b"m", b"g"
+_READ, _SEGMENT, _GONE = b"r", b"m", b"g"
 _QUIT = b"q"
 
 _Match = tuple[int, Landing, int, Arrival]  # peer, what it fills, tag, and what has arrived
@@ -66,7 +66,7 @@ class Exchange:
         self._wanted: defaultdict[int, deque[Message]] = defaultdict(deque)  # passing the desk here, by peer, in order
         self._matched: deque[_Match] = deque()  # to be taken by the thread
         self._outbox = Outbox(sockets)
-        self.rooms = Rooms(sockets, weakref.WeakMethod(self._outbox.wake))
+        self.segments = Segments(sockets, weakref.WeakMethod(self._outbox.wake))
         self._closed: set[int] = set()  # peers with whom the link is closed
         _EXCHANGES.add(self)
 
@@ -94,18 +94,18 @@ class Exchange:
         return landing.messages
 
     def _place_for(self, peer: int, message: Message) -> int:
-        """Returns the place of a tensor among the rooms of this rank, of which the peer gets the file first. Returns 0
-        if it lies in none, or the file cannot be sent now."""
-        room = self.rooms.holding(message.address)
-        if room is None:
+        """Returns the place of a tensor among the segments of this rank, of which the peer gets the file first. Returns
+        0 if it lies in none, or the file cannot be sent now."""
+        segment = self.segments.holding(message.address)
+        if segment is None:
             return 0
-        if peer not in room.readers:
+        if peer not in segment.readers:
             try:
-                socket.send_fds(self._sockets[peer], [_HEADER.pack(_ROOM, 0, room.start, 0)], [room.file])
+                socket.send_fds(self._sockets[peer], [_HEADER.pack(_SEGMENT, 0, segment.start, 0)], [segment.file])
             except OSError:
                 return 0
-            room.readers.add(peer)
-        return room.start + message.address - room.address
+            segment.readers.add(peer)
+        return segment.start + message.address - segment.address
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Message:
         message, is_small = Message(tensor, partial(self._drop, peer)), tensor.nbytes <= INLINE
@@ -156,8 +156,8 @@ class Exchange:
                         selector.unregister(key.fileobj)
                 while self._matched:  # no name here may hold a tensor while the thread waits
                     self._land(self._land_arrival, *self._matched.popleft())
-                while self.rooms.gone:
-                    gone = self.rooms.gone.popleft()
+                while self.segments.gone:
+                    gone = self.segments.gone.popleft()
                     for peer in gone.readers:  # the system gets the memory back only when they give it up, too
                         self._post(peer, _GONE, offset=gone.start)
                 for peer in self._outbox.peers:
@@ -187,10 +187,10 @@ class Exchange:
             self._begin_to_pass((peer, tag))
         elif kind == _READ:
             self._end_offered((peer, tag))
-        elif kind == _ROOM:
-            self.rooms.see(peer, offset, files)
+        elif kind == _SEGMENT:
+            self.segments.see(peer, offset, files)
         elif kind == _GONE:
-            self.rooms.drop(peer, offset)
+            self.segments.drop(peer, offset)
         else:
             is_small = kind == _PAYLOAD
             payload = (ctypes.c_char * nbytes).from_buffer_copy(datagram, _HEADER.size) if is_small else None
@@ -237,16 +237,16 @@ class Exchange:
             landing.fill({one: ctypes.addressof(payload) for one, payload in payloads.items()}, landing.nbytes)
             landing.end_if_filled()
             return
-        addresses = {one: self.rooms.address_of(one, theirs) for one, theirs in arrivals}
+        addresses = {one: self.segments.address_of(one, theirs) for one, theirs in arrivals}
         found = {one: address for one, address in addresses.items() if address is not None}
         if len(found) == len(addresses):
-            self._read_rooms(landing, found, tag)
+            self._read_segments(landing, found, tag)
             return
         for one in landing.messages:
             self._landing[one].append(landing)
             self._post(one, _WANTED, tag=tag)
 
-    def _read_rooms(self, landing: Landing, found: Mapping[int, int], tag: int) -> None:
+    def _read_segments(self, landing: Landing, found: Mapping[int, int], tag: int) -> None:
         """Reads tensors where they lie, by peer."""
         for start in range(0, landing.nbytes, self._desk.slot):  # of several terms, what a cache holds
             part = {peer: address + start for peer, address in found.items()}
@@ -311,7 +311,7 @@ class Exchange:
     def _close(self, peer: int) -> None:
         with self._lock:
             self._closed.add(peer)
-            self.rooms.drop(peer)
+            self.segments.drop(peer)
             offered = {landing for landing in self._offers if peer in landing.arrivals}
             self._offers -= offered
             ended = [landing.messages[peer] for landing in (*offered, *self._landing.pop(peer, ()))]

@@ -102,11 +102,11 @@ class Unusable(Exception):
 
 
 class Arrival(NamedTuple):
-    """A tensor that a peer sends: with its bytes, unless it lies in a room of the peer, or is to pass the desk."""
+    """A tensor that a peer sends: with its bytes, unless it lies in a segment of the peer, or is to pass the desk."""
 
     nbytes: int
     payload: Payload | None
-    place: int  # among the rooms of the peer; 0: it is in none
+    place: int  # among the segments of the peer; 0: it is in none
 
 
 class Part(NamedTuple):

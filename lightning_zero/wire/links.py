@@ -62,7 +62,7 @@ class Links:
         if desk is not None and self._links:
             exchange = Exchange(self._links, desk, desks)
             self.receive, self.send, self.sum = exchange.receive, exchange.send, exchange.sum
-            self.empty = exchange.rooms.empty
+            self.empty = exchange.segments.empty
             threading.Thread(target=exchange.run, name="lightning_zero links", daemon=True).start()
             weakref.finalize(self, exchange.quit)
 
@@ -74,7 +74,10 @@ def _listen(name: bytes) -> socket.socket | None:
     """Opens the socket to which other ranks of this machine connect. Returns None where there can be no links."""
     if sys.platform != "linux" or os.environ.get(ONLY_TCP) == "1":
         return None
-    listener = _new_socket()
+    try:
+        listener = _new_socket()
+    except OSError:  # a sandbox refuses such sockets
+        return None
     listener.bind(name)  # begins with "\0": it is no file, and is gone with the process
     listener.listen(socket.SOMAXCONN)
     return listener

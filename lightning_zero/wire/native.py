@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self, final
 
@@ -47,6 +48,13 @@ def sendable(tensor: Tensor) -> Tensor:
     return plain if plain.dtype in _KNOWN else plain.view(-1).view(torch.uint8)
 
 
+@dataclass
+class _Latest:
+    """The collective that a rank has given its device last, in any communicator: one that hangs holds up the others."""
+
+    key: str = ""
+
+
 @final
 class NativeComm(Comm):
     """Runs collectives on the stream of `group`, and sends small host messages through `control`, of the same ranks.
@@ -71,7 +79,7 @@ class NativeComm(Comm):
         self.is_asynchronous = not is_host(device)
         self.bytes_sent, self.calls = control.bytes_sent, control.calls  # both count into the same
         self.clock = Clock(device) if self.is_asynchronous else control.clock
-        self._latest = ""  # key of the collective that was issued last
+        self._latest = _Latest()  # shared with communicators that are made of this one
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +106,7 @@ class NativeComm(Comm):
         return Limit(self._control.wait_timeout.total_seconds(), self._explain) if self.is_asynchronous else None
 
     def _explain(self) -> RankTimeoutError:
-        return self._control.explain(self._latest, None, "the device did not get there")
+        return self._control.explain(self._latest.key, None, "the device did not get there")
 
     def abandon(self) -> None:
         """Has the device give up the collectives that it still waits in. The group is spoilt: the next one is new."""
@@ -111,7 +119,9 @@ class NativeComm(Comm):
         device = self._device if self.is_asynchronous else None
         backend, ranks = dist.get_backend(self._held.thing), group_of(self.rank, groups)
         group = own_group(backend, ranks, timeout=control.timeout, device=device)
-        return NativeComm(group, control, self._device)
+        part = NativeComm(group, control, self._device)
+        part._latest = self._latest
+        return part
 
     def _all_gather(self, full: Tensor, shard: Tensor, key: str, diverges: bool | None) -> Gather:
         full, shard = sendable(full), sendable(shard)
@@ -202,7 +212,7 @@ class NativeComm(Comm):
     @contextmanager
     def _starting(self, key: str) -> Iterator[None]:
         """Around the start of a collective, where NCCL tells that an earlier one has failed, as a peer is gone."""
-        self._latest = key
+        self._latest.key = key
         try:
             yield
         except dist.DistBackendError as error:

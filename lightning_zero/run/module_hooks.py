@@ -1,4 +1,4 @@
-"""`Schedule`: hooks on the calls of modules, which say to the `Runner` what user code does."""
+"""`ModuleHooks`: hooks on the calls of modules, which say to the `Runner` what user code does."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lightning_zero.run.loans import Loans
-from lightning_zero.run.reductions import Stage
+from lightning_zero.run.reductions import GradientState
 from lightning_zero.run.surrounding import Surround
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.casting import Reader
-from lightning_zero.shards.gradient import GradientShard
+from lightning_zero.shards.gradient import GroupGradient
 from lightning_zero.shards.slot import Slot, no_interception, slot_of
 from lightning_zero.shards.unit import Unit
 from lightning_zero.torch_private import is_wrapped, outside_transforms, parameters_in
 
 
 @final
-class Schedule:
+class ModuleHooks:
     """Gathers and releases units around the calls of their modules.
 
     `late` is the module if its weights may be behind a step: then its modules catch up before each call.
@@ -37,7 +37,7 @@ class Schedule:
         self._views = loans.runner.views
         self._handles: list[Any] = []
         self._late = late
-        self.surround_late(self._reductions.shards)
+        self.surround_late(self._reductions.gradients)
         for reader in assembly.resting.readers:
             self._surround_reader(reader)
         for unit in assembly.units:  # last, and so outermost: everything else needs the values
@@ -56,7 +56,7 @@ class Schedule:
         self._handles.clear()
 
     def _before_forward(self, unit: Unit) -> None:
-        if self._reductions.stage is Stage.COLLECTING and not self._runner.backward.is_known:
+        if self._reductions.state is GradientState.COLLECTING and not self._runner.backward.is_known:
             self._runner.recover()  # before other ranks are told what is complete
         with outside_transforms():  # inside, what is gathered would be tensors of theirs
             self._course.use(unit)
@@ -74,11 +74,11 @@ class Schedule:
         self._course.use(unit)
         self._cache.show(unit)
 
-    def surround_late(self, shards: Iterable[GradientShard]) -> None:
-        """Has modules catch up with weights of `shards` before each call, as a kernel may read them past torch. So does
-        a module around leaf modules, as it may hand their weights to one kernel; not `Sequential`, which only calls
-        them, and would wait for the last one's weights before the first one is called."""
-        groups = {shard.group for shard in shards if shard.group.stays_full}
+    def surround_late(self, gradients: Iterable[GroupGradient]) -> None:
+        """Has modules catch up with weights that have `gradients` before each call, as a kernel may read them past
+        torch. So does a module around leaf modules, as it may hand their weights to one kernel; not `Sequential`, which
+        only calls them, and would wait for the last one's weights before the first one is called."""
+        groups = {gradient.group for gradient in gradients if gradient.group.stays_full}
         for module in () if self._late is None else self._late.modules():
             only_calls = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
             children = () if only_calls else module.children()
@@ -94,7 +94,7 @@ class Schedule:
         dtype."""
         module = reader.module
         weights = [
-            _Shown(vars(holder), parameters_in(holder), name, slot, self._cache.unit_of(slot.group))
+            _ShownWeight(vars(holder), parameters_in(holder), name, slot, self._cache.unit_of(slot.group))
             for holder, name, parameter in reader.parameters
             if (slot := slot_of(parameter)) is not None
         ]
@@ -151,7 +151,7 @@ class Schedule:
         return self._loans.declared_of(slot)
 
 
-class _Shown(NamedTuple):
+class _ShownWeight(NamedTuple):
     """A weight that is shown to the forward that reads it."""
 
     holder: dict[str, Any]  # attributes of the module that holds it; one here hides the parameter

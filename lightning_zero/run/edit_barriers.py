@@ -1,4 +1,4 @@
-"""`EditBarrier` and `GradientEdits`: where ranks wait for each other at edits of values of which each has a part."""
+"""Where ranks wait for each other at edits of values of which each has a part: of weights, and of gradients."""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -12,7 +12,7 @@ from lightning_zero.run.rendezvous import Rendezvous
 _ALL = torch.iinfo(torch.int64).max  # edits
 
 
-class Place(IntEnum):
+class Position(IntEnum):
     """Where a rank is, for those that wait at an edit."""
 
     ELSEWHERE = 0
@@ -32,30 +32,30 @@ class EditBarrier:
         self._comm = rendezvous.comm.host
         self._rendezvous = rendezvous
         self._share = share
-        self._place = Place.ELSEWHERE
+        self._position = Position.ELSEWHERE
         self._number = rendezvous.serving.enroll("an edit of weights", self._compare)
 
-    def wait_for_all(self, place: Place) -> None:
+    def wait_for_all(self, position: Position) -> None:
         """Waits until all ranks have come to the edit that this one is about to keep, and serves them meanwhile."""
-        self._place = place
-        while self._rendezvous.course.call(self._number) < place:
+        self._position = position
+        while self._rendezvous.course.call(self._number) < position:
             pass
-        self._place = Place.ELSEWHERE
+        self._position = Position.ELSEWHERE
 
     def _compare(self, _: bool) -> int:
-        """Returns the place of the rank that is farthest from a boundary. One that has nothing more to do in this round
-        makes no edit before one. If all are there, those that only wait share their edits with those that go on.
+        """Returns the position of the rank that is farthest from a boundary. One that has nothing more to do in this
+        round makes no edit before one. If all are there, those that only wait share their edits with those that go on.
         Collective."""
-        place = Place.BOUNDARY if self._rendezvous.serving.is_waiting else self._place
-        told = torch.tensor([place], dtype=torch.uint8, device=HOST)
+        position = Position.BOUNDARY if self._rendezvous.serving.is_waiting else self._position
+        told = torch.tensor([position], dtype=torch.uint8, device=HOST)
         nearest = int(self._comm.all_reduce(told, "edit", "min"))
-        if nearest == Place.BOUNDARY and self._place is not Place.BOUNDARY:
+        if nearest == Position.BOUNDARY and self._position is not Position.BOUNDARY:
             self._share()
         return nearest
 
 
 @final
-class GradientEdits:
+class GradientEditBarrier:
     """A rank that others do not hold up comes to an edit of a gradient before they do. It waits until all have come to
     it: those that still read the gradient would be sent its part as it is after the edit, and it would be sent theirs
     of before when it reads the gradient again."""
