@@ -3,6 +3,7 @@
 import time
 import warnings
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -460,6 +461,17 @@ def refusals(world: int) -> dict[str, str]:
             told[name] = str(error)
     made.strategy.teardown()
     return told
+
+
+def copies_before_the_first_forward(strategy: Any, world: int) -> dict[str, Tensor]:
+    """What a user finds who copies a module that was set up, and whose ranks had values of their own before."""
+    made = fabric(strategy, world)
+    torch.manual_seed(made.global_rank)
+    module = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+    module[1].running_mean.add_(made.global_rank)  # type: ignore[union-attr, operator]
+    copied = deepcopy(made.setup_module(module).module)
+    made.strategy.teardown()
+    return copied.state_dict()
 
 
 def beside_what_is_set_up(strategy: Any, world: int, path: Path) -> dict[str, Any]:

@@ -291,6 +291,15 @@ def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:
         assert "Set up all of them first" in told["second"]
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_that_is_copied_right_after_it_was_set_up_is_rank_zeros_on_every_rank(
+    stage: int, two_ranks: RankPool
+) -> None:
+    first, second = two_ranks.run(fabric_jobs.copies_before_the_first_forward, {"stage": stage}, 2)
+    assert_same_bits(second, first)
+    assert first["1.running_mean"].eq(0).all()
+
+
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 def test_an_optimizer_that_was_not_set_up_is_clipped_saved_and_loaded_as_under_ddp(
     checkpoint: str, two_ranks: RankPool, tmp_path: Path
