@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from lightning_zero.device import HOST
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.granularity import choose_stepped
-from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, find, state_tensors_of
+from lightning_zero.shards.probe import BLOCK, ELEMENT_WISE, MOMENTS, find, state_tensors_of
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, agg_mo, decays_matrices, made
@@ -421,6 +421,12 @@ def test_steps_that_training_never_comes_to_and_numbers_that_are_none_tell_nothi
     assert why_not_in_pieces(made("Plain", formula)(parameters())) is None
 
 
+def scaled_in_blocks(p: Tensor, state: dict[str, Any]) -> Tensor:
+    state["seen"] = [p.grad.clone()]
+    blocks = p.grad.reshape(-1).split(BLOCK)
+    return torch.cat([block / (block.abs().max() + 1e-8) for block in blocks]).view_as(p)
+
+
 def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_costs_in_pieces() -> None:
     def set_up(comm: Comm, granularity: Any) -> bool:
         model = nn.Linear(4, 4)
@@ -432,6 +438,7 @@ def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_c
 
     told = "keeps tensors in lists or dictionaries of its state"
     assert why_not_in_pieces(made("Plain", agg_mo)(parameters())) == told
+    assert why_not_in_pieces(made("InBlocks", scaled_in_blocks)(parameters())) == told
     assert ThreadWorld(2).run(lambda comm: set_up(comm, "auto")) == [True, True]
     with pytest.warns(UserWarning, match=rf"AggMo {told}: in pieces.*cannot be saved"):
         assert ThreadWorld(2).run(lambda comm: set_up(comm, "element")) == [False, False]
