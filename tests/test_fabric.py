@@ -5,14 +5,17 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 
 import fabric_jobs
 import warm
@@ -331,6 +334,33 @@ def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
             Fabric(strategy=ZeroStrategy(**arguments), accelerator="cpu", devices=1)
 
 
+@pytest.mark.parametrize(
+    ("methods", "stage", "is_refused"),
+    [(("train", "eval"), 1, True), (("train", "eval"), 0, False), (("eval",), 1, False), ((), 3, False)],
+)
+def test_an_optimizer_that_moves_weights_in_train_and_eval_is_refused_where_it_has_shards(
+    methods: tuple[str, ...], stage: int, is_refused: bool
+) -> None:
+    strategy: Any = Fabric(strategy=ZeroStrategy(stage=stage), accelerator="cpu", devices=1).strategy  # type: ignore[arg-type]
+    own = type("Own", (torch.optim.SGD,), {name: lambda _: None for name in methods})
+    told = pytest.raises(NotImplementedError, match=r"Own moves weights in train\(\) and eval\(\).*Use a Trainer, or")
+    with told if is_refused else nullcontext():
+        strategy.setup_optimizer(own([nn.Parameter(torch.ones(1))], 0.1))
+
+
+@pytest.mark.parametrize(("stage", "trains", "moves"), [(3, True, False), (3, False, True), (2, True, True)])
+def test_only_a_module_that_is_gathered_unit_by_unit_is_not_moved_to_the_device_as_a_whole(
+    stage: int, trains: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy: Any = Fabric(strategy=ZeroStrategy(stage=stage), accelerator="cpu", devices=1).strategy  # type: ignore[arg-type]
+    moved: list[nn.Module] = []
+    monkeypatch.setattr(DDPStrategy, "module_to_device", lambda _, module: moved.append(module))
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(trains), nn.BatchNorm1d(2, affine=False))
+    module[0].requires_grad_(False)
+    strategy.module_to_device(module)
+    assert moved == [module] * moves
+
+
 def test_one_strategy_serves_several_fabrics_which_each_choose_the_format_of_checkpoints() -> None:
     written = ZeroStrategy()
     first, second = (Fabric(strategy=written, accelerator="cpu", devices=1).strategy for _ in range(2))
@@ -344,6 +374,7 @@ def test_one_strategy_serves_several_fabrics_which_each_choose_the_format_of_che
 SCRIPT = """
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 import lightning_zero
 
 if __name__ == "__main__":
@@ -382,6 +413,7 @@ SAVES_LAST = """
 import time
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import save
 
