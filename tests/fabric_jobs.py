@@ -1,5 +1,6 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
+import threading
 import time
 import warnings
 from contextlib import ExitStack, nullcontext
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import lightning_zero.checkpoint.save
 import lightning_zero.pl.single_file
 from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_from
+from lightning_zero import verify
 from lightning_zero.checkpoint import CheckpointError
 from lightning_zero.checkpoint.shard import ShardReader, write_shard
 from lightning_zero.shards.early import early_of
@@ -459,6 +461,8 @@ def refusals(world: int) -> dict[str, str]:
             attempt()
         except RuntimeError as error:
             told[name] = str(error)
+    with made.strategy.full_parameters(model):  # as Fabric has wrapped it
+        told["shapes"] = str([tuple(parameter.shape) for parameter in model.parameters()])
     made.strategy.teardown()
     return told
 
@@ -545,6 +549,23 @@ def overwrites_while_it_saves(strategy: Any, path: Path) -> tuple[dict[str, Tens
     loaded = whole(made, model)
     made.strategy.teardown()
     return before, loaded
+
+
+def tears_down_while_it_saves(strategy: Any, path: Path) -> list[str]:
+    """What is wrong with a checkpoint when a teardown has ended that came in the midst of its save."""
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    goes_on = threading.Event()
+
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        goes_on.wait()
+        return write_shard(*args, **kwargs)
+
+    with patch.object(lightning_zero.checkpoint.save, "write_shard", write_late):
+        made.save(path, {"model": model, "optimizer": optimizer})
+        threading.Timer(0.1, goes_on.set).start()
+        made.strategy.teardown()
+        return verify(path)
 
 
 def fails_while_it_saves(strategy: Any, path: Path) -> dict[str, str]:

@@ -121,7 +121,12 @@ def test_no_backward_sync_saves_the_reductions_of_all_micro_batches_but_the_last
 def test_what_is_small_is_saved_in_one_file_and_what_is_larger_or_goes_on_from_shards_in_shards(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    for small, told in ((10**9, "single files: "), (1000, "folders of shards: ")):
+    weights = sum(values.nbytes for values in Classifier().state_dict().values())
+    for small, told in (
+        (10**9, "single files: "),
+        (weights * 3 // 2, "folders of shards: "),  # there is the state of the optimizer, too
+        (1000, "folders of shards: "),
+    ):
         path = tmp_path / f"{small}.ckpt"
         first, second = two_ranks.run(fabric_jobs.save_and_tell, {"stage": 3, "checkpoint": None}, path, small)
         (expected, (said,)), (_, said_on_rank_1) = first, second
@@ -292,6 +297,7 @@ def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:
         assert "Call fabric.setup(model, optimizer)" in told["stranger"]
         assert "nothing was clipped" in told["nan"]
         assert "Set up all of them first" in told["second"]
+        assert told["shapes"] == str([tuple(parameter.shape) for parameter in Classifier().parameters()])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -445,6 +451,11 @@ def test_what_changes_after_a_save_in_the_background_is_not_in_it(
     strategy = {"stage": stage, "checkpoint": {"async_save": True}}
     for before, loaded in two_ranks.run(fabric_jobs.overwrites_while_it_saves, strategy, tmp_path / "a.ckpt"):
         assert_same_bits(loaded, before)
+
+
+def test_a_teardown_waits_for_a_save_in_the_background(two_ranks: RankPool, tmp_path: Path) -> None:
+    strategy = {"stage": 2, "checkpoint": {"async_save": True}}
+    assert two_ranks.run(fabric_jobs.tears_down_while_it_saves, strategy, tmp_path / "a.ckpt") == [[], []]
 
 
 def test_a_save_in_the_background_that_fails_is_told_at_once_and_raised_by_the_next(
