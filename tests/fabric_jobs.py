@@ -1,8 +1,10 @@
 """Training loops written with Fabric, which the tests call on real ranks."""
 
+import threading
 import time
 import warnings
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 import lightning_zero.checkpoint.save
 import lightning_zero.pl.single_file
 from jobs import FEATURES, Classifier, listening, loader, state_of, strategy_from
+from lightning_zero import verify
 from lightning_zero.checkpoint import CheckpointError
 from lightning_zero.checkpoint.shard import ShardReader, write_shard
 from lightning_zero.shards.early import early_of
@@ -458,8 +461,21 @@ def refusals(world: int) -> dict[str, str]:
             attempt()
         except RuntimeError as error:
             told[name] = str(error)
+    with made.strategy.full_parameters(model):  # as Fabric has wrapped it
+        told["shapes"] = str([tuple(parameter.shape) for parameter in model.parameters()])
     made.strategy.teardown()
     return told
+
+
+def copies_before_the_first_forward(strategy: Any, world: int) -> dict[str, Tensor]:
+    """What a user finds who copies a module that was set up, and whose ranks had values of their own before."""
+    made = fabric(strategy, world)
+    torch.manual_seed(made.global_rank)
+    module = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+    module[1].running_mean.add_(made.global_rank)  # type: ignore[union-attr, operator]
+    copied = deepcopy(made.setup_module(module).module)
+    made.strategy.teardown()
+    return copied.state_dict()
 
 
 def beside_what_is_set_up(strategy: Any, world: int, path: Path) -> dict[str, Any]:
@@ -533,6 +549,23 @@ def overwrites_while_it_saves(strategy: Any, path: Path) -> tuple[dict[str, Tens
     loaded = whole(made, model)
     made.strategy.teardown()
     return before, loaded
+
+
+def tears_down_while_it_saves(strategy: Any, path: Path) -> list[str]:
+    """What is wrong with a checkpoint when a teardown has ended that came in the midst of its save."""
+    made = fabric(strategy, 2)
+    model, optimizer = set_up(made)
+    goes_on = threading.Event()
+
+    def write_late(*args: Any, **kwargs: Any) -> Any:
+        goes_on.wait()
+        return write_shard(*args, **kwargs)
+
+    with patch.object(lightning_zero.checkpoint.save, "write_shard", write_late):
+        made.save(path, {"model": model, "optimizer": optimizer})
+        threading.Timer(0.1, goes_on.set).start()
+        made.strategy.teardown()
+        return verify(path)
 
 
 def fails_while_it_saves(strategy: Any, path: Path) -> dict[str, str]:

@@ -12,6 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import activation_jobs as jobs
@@ -652,6 +654,7 @@ TENSORS = {
     "bfloat16": LARGE.bfloat16(),
     "complex": torch.complex(LARGE, LARGE),
     "conjugate": torch.complex(LARGE, LARGE).conj(),
+    "negative": torch.complex(LARGE, LARGE).conj().imag,
     "empty": torch.empty(0, 3),
     "scalar": torch.tensor(2.5),
     "sparse": torch.eye(20).to_sparse(),
@@ -683,6 +686,7 @@ def test_any_tensor_comes_back_as_it_was(name: str, policy: dict[str, Any], worl
                     assert torch.equal(found, given)
                 assert (found is given) == isinstance(given, nn.Parameter) or name in (
                     "conjugate",
+                    "negative",
                     "sparse",
                     "of no storage",
                 )
@@ -696,6 +700,50 @@ def test_any_tensor_comes_back_as_it_was(name: str, policy: dict[str, Any], worl
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_tensor_made_of_others_comes_back_as_it_was(offload: bool, two_ranks: RankPool) -> None:
     two_ranks.run(jobs.tensors_made_of_others, offload)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_each_part_of_a_tensor_made_of_others_is_divided_only_if_ranks_have_that_part_alike(offload: bool) -> None:
+    def rank_main(comm: Comm) -> None:
+        store = ActivationStore(Ledger(), HERE, HOST if offload else HERE, comm)
+        given = TwoTensor(batch(), batch(1 + comm.rank))
+        (found,) = store.keep("block", (given,)).fetch()
+        assert torch.equal(found.a, given.a)
+        assert torch.equal(found.b, given.b)
+
+    ThreadWorld(2).run(rank_main)
+
+
+def test_of_what_is_made_of_others_the_next_checkpoint_is_brought_back_in_time_too() -> None:
+    ledger = Ledger()
+    store = ActivationStore(ledger, HERE, HOST, LocalComm())
+    first, second = (store.keep("block", (TwoTensor(batch(), batch(1)),)) for _ in range(2))
+    (found,) = second.fetch()
+    assert ledger.live[Category.GATHERED] == 2 * 2 * batch().nbytes
+    del first, found
+
+
+@each_policy
+def test_what_a_collective_is_still_writing_is_kept_once_it_is_there(
+    policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, arriving = batch(1), torch.zeros_like(batch())
+    monkeypatch.setattr(AsyncCollectiveTensor, "trigger_wait", lambda one: one.elem.copy_(sent))
+    settings = {**policy}
+    store = ActivationStore(Ledger(), HERE, HOST if settings.pop("offload", 0) else HERE, LocalComm(), **settings)
+    kept = store.keep("block", (AsyncCollectiveTensor(arriving),))
+    assert torch.equal(arriving, sent)
+    (found,) = kept.fetch()
+    assert type(found) is Tensor
+    assert torch.equal(found, sent)
+
+
+def test_what_is_tiny_stays_where_it_is() -> None:
+    ledger = Ledger()
+    store = ActivationStore(ledger, HERE, HOST, LocalComm(), contiguous=True)
+    kept = store.keep("block", (torch.ones(64), torch.ones(65)))
+    assert (ledger.live_in[KEPT, Tier.DEVICE], ledger.live_in[KEPT, Tier.HOST]) == (256, 260)
+    del kept
 
 
 def test_what_several_blocks_are_given_is_kept_once_and_brought_back_once() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.distributed_private import default_store
-from lightning_zero.wire import native
+from lightning_zero.wire import gloo, native
 from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
@@ -243,15 +243,18 @@ def test_what_an_earlier_communicator_of_the_same_ranks_has_left_is_not_taken_fo
 
 def diverge(comm: Comm) -> list[bool]:
     """Whether this rank learns that rank 1 diverges with the second gather, and what the first one gave."""
-    learnt = []
+    learnt, kept = [], []
     for number in range(3):
         full = torch.full((comm.size, 4), 9.0)
         diverges = (comm.rank, number) == (1, 1)
-        gather = comm.all_gather(full, torch.full((4,), float(comm.rank)), "flagged", diverges=diverges)
+        shard = torch.full((4,), float(comm.rank))
+        gather = comm.all_gather(full, shard, "flagged", diverges=diverges)
         gather.wait()
+        kept.append(shard.eq(comm.rank).all())
         learnt.append(gather.has_divergence())
         if not learnt[-1] or comm.learns_late:  # else the rows are void
             assert full[:, 0].tolist() == list(range(comm.size))
+    assert all(kept)  # what is gathered again is what this rank has
     return learnt
 
 
@@ -292,6 +295,16 @@ def test_a_small_agreement_costs_a_rank_few_messages(pool_of: Any) -> None:
     assert max(pool_of(3).run(count_messages, 3)) == 2
     assert max(pool_of(4).run(count_messages, 4)) == 2
     assert max(pool_of(8).run(count_messages, 8)) == 3
+
+
+def count_bytes_of_objects() -> int:
+    comm = on_gloo()
+    comm.all_gather_object(bytes(1000), "counted")
+    return comm.bytes_sent["object"]
+
+
+def test_bytes_of_objects_are_counted_where_they_are_sent(two_ranks: RankPool) -> None:
+    assert all(1000 <= sent < 2000 for sent in two_ranks.run(count_bytes_of_objects))
 
 
 def add_in_a_tree() -> float:
@@ -351,8 +364,85 @@ def test_what_ranks_tell_of_one_model_is_not_taken_for_what_they_tell_of_another
     assert two_ranks.run(tell_of_two_models, make) == [[[0, 1], [10, 11]]] * 2
 
 
-def disagree() -> str | None:
+# What the others have reported, by rank; whom this rank waits for; what has happened; and what users are told.
+LOST: list[tuple[dict[int, str], int | None, str, str]] = [
+    ({}, 2, "timed out after 7 s", "Rank 2 did not come within wait_timeout=7 s"),
+    ({}, None, "timed out after 7 s", "Rank 1 did not come within wait_timeout=7 s"),
+    ({1: " waits"}, 1, "timed out after 7 s", "Rank 2 did not come within wait_timeout=7 s"),
+    ({2: " failed: ValueError"}, 1, "timed out after 7 s", "Rank 2 failed"),
+    ({2: " failed: ValueError"}, 1, "Connection closed by peer", "Rank 2 failed"),
+    ({}, 2, "[pair.cc:1] Read error: Connection reset by peer", "Rank 2 died (connection reset)"),
+    ({1: " waits"}, 1, "Connection closed by peer", "Rank 2 died (connection closed)"),
+    ({1: " waits", 2: " waits"}, 1, "Connection closed by peer", "Rank 1 gave up"),
+    ({1: " waits", 2: " waits"}, None, "timed out after 7 s", "Another rank did not come within wait_timeout=7 s"),
+]
+
+
+def explain_who_is_lost() -> list[tuple[str, str]]:
+    comm = on_gloo(wait_timeout=7.0)
+    assert isinstance(comm, GlooComm)
+    told = []
+    for reports, awaited, cause, _ in LOST if comm.rank == 0 else ():
+        for peer, report in reports.items():
+            comm._torch_store.set(f"lost/{peer}", f"Rank {peer}{report}")
+        with (
+            patch.object(gloo, "_GRACE_S", 0.0),
+            pytest.raises(RankTimeoutError) as raised,
+            comm.explaining("all_gather gather layers.3/float32/0[1] #7", awaited),
+        ):
+            raise RuntimeError(cause)
+        told.append((raised.value.lost, str(raised.value)))
+        for peer in reports:
+            comm._torch_store.delete_key(f"lost/{peer}")
+    return told
+
+
+def test_who_is_lost_is_told_by_what_the_others_report_and_by_how_the_wait_has_ended(pool_of: Any) -> None:
+    explained = pool_of(3).run(explain_who_is_lost)[0]
+    for (reports, _, cause, expected), (lost, message) in zip(LOST, explained, strict=True):
+        assert lost == expected
+        silent = [] if "closed" in cause or "reset" in cause or "failed" in expected else {1, 2} - reports.keys()
+        for peer in (1, 2):
+            assert (f"Rank {peer} reported nothing: it has died, or is busy" in message) == (peer in silent)
+            assert (f"Rank {peer}{reports.get(peer)}." in message) == (peer in reports)
+        assert message.endswith(
+            f"Cause: {cause.removeprefix('[pair.cc:1] ')}. Operation: 'all_gather gather layers.3/float32/0[1] #7'."
+        )
+
+
+def explain_while(store: Any, cause: str) -> tuple[list[float], str]:
+    """How long this rank listens to another one's report, and what it says in the end."""
+    comm = on_gloo()
+    assert isinstance(comm, GlooComm)
+    begun, listens = time.monotonic(), list[float]()
+
+    def hears_nothing(store: Any, peer: int, until: float) -> None:
+        listens.append(until - begun)
+
+    with patch.object(gloo, "_report_of", hears_nothing), patch.object(gloo, "default_store", store or default_store):
+        return listens, str(comm.explain("object x #1", 1 - comm.rank, cause))
+
+
+def test_a_rank_listens_for_long_only_where_none_has_closed_a_connection(two_ranks: RankPool) -> None:
+    ((long,), _), ((_,), _) = two_ranks.run(explain_while, None, "timed out after 7 s")
+    ((short,), _), ((_,), _) = two_ranks.run(explain_while, None, "Connection closed by peer")
+    assert long >= gloo._GRACE_S > short  # when a rank has died, Lightning's launcher soon kills this one
+
+
+def no_store() -> Any:
+    raise ConnectionError("gone")
+
+
+def test_a_store_that_does_not_answer_is_told_with_the_rank_that_was_waited_for(two_ranks: RankPool) -> None:
+    (heard, told), _ = two_ranks.run(explain_while, no_store, "timed out after 7 s")
+    assert heard == []
+    assert told.startswith("Rank 1 did not come within wait_timeout=120 s, in the exchange about x. ")
+    assert "The store on rank 0 does not answer (ConnectionError)" in told
+
+
+def disagree(is_split: bool) -> str | None:
     comm = on_gloo(sanitize=True)
+    comm = comm.split([[1, 0]]) if is_split else comm
     try:
         comm.all_gather(torch.zeros(2, 3), torch.zeros(3), "head_a" if comm.rank == 0 else "head_b").wait()
     except CollectiveMismatchError as error:
@@ -360,8 +450,9 @@ def disagree() -> str | None:
     return None
 
 
-def test_sanitize_names_what_each_rank_issues(two_ranks: RankPool) -> None:
-    for error in two_ranks.run(disagree):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_sanitize_names_what_each_rank_issues(is_split: bool, two_ranks: RankPool) -> None:
+    for error in two_ranks.run(disagree, is_split):
         assert error is not None
         assert "rank 0: all_gather head_a (3,) torch.float32" in error
         assert "rank 1: all_gather head_b" in error

@@ -8,9 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.rehearsal.cost import Lane, Rates, Span, Work, timing_of
+from lightning_zero.distributed_private import COLLECTIVES
+from lightning_zero.rehearsal.cost import Lane, Rates, Span, Work, timing_of, work_of
 from lightning_zero.rehearsal.rehearsal import rehearse
-from lightning_zero.run.program import Cause, Facts, GroupFacts, Kind, Op, Program, Use
+from lightning_zero.run.program import (
+    Among,
+    Cause,
+    Facts,
+    GroupFacts,
+    Kind,
+    Op,
+    OptimizerFacts,
+    Program,
+    Use,
+    WindowFacts,
+)
 
 RATES = Rates(flops=1.0, memory=1e30, link=1.0, latency=0.0, host=1.0)
 USES = (Use(Cause.FORWARD), Use(Cause.BACKWARD), Use(Cause.END), Use(Cause.STEP))
@@ -56,6 +68,38 @@ def test_what_comes_after_an_op_of_the_step_before_waits_for_that_one() -> None:
     ops = [Op(Kind.STORE, 0, at=0, after=(1,)), Op(Kind.REDUCE, 0, at=3, nbytes=7)]
     timing = timing_of(step_of(*ops), {3: Work(flops=3)}, RATES)
     assert (timing.seconds, timing.waited) == (7, 4)
+
+
+def test_the_models_own_collectives_are_waited_for_where_they_are_called() -> None:
+    work = {1: Work(flops=5, messages=2, sent=3)}
+    timing = timing_of(step_of(), work, replace(RATES, latency=1.0))
+    assert (timing.seconds, timing.compute, timing.sent, timing.waited, timing.hidden) == (10, 5, 5, 5, 0)
+
+
+def test_replicas_send_also_where_a_rank_has_all_of_its_shard() -> None:
+    alone = replace(FACTS, ranks=1)
+    for among, seconds in ((Among.SHARD, 5), (Among.REPLICAS, 9)):
+        sent = Op(Kind.REDUCE, 0, at=1, by=1, nbytes=4, among=among)
+        assert timing_of(Program(alone, USES, (sent,)), {1: Work(flops=5)}, RATES).seconds == seconds
+
+
+def test_each_window_of_a_group_moves_its_part_of_it() -> None:
+    windows = tuple(WindowFacts(groups=(0,), is_staged=True) for _ in range(3))
+    facts = replace(FACTS, optimizers=(OptimizerFacts(groups=(0,), windows=windows),))
+    ops = tuple(Op(Kind.FETCH, 0, at=3, by=3) for _ in windows)
+    assert timing_of(Program(facts, USES, ops), {}, RATES).moved == 3 * 4  # master and two states, of one element
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [("all_reduce", 2), ("all_gather_into_tensor", 1), ("reduce_scatter_tensor", 1)]
+)
+def test_a_collective_of_the_model_sends_the_larger_of_what_goes_in_and_comes_out(name: str, times: int) -> None:
+    func = getattr(getattr(torch.ops, COLLECTIVES), name).default
+    small, large = torch.ones(4), torch.ones(8)
+    for given, result in ((small, large), (large, small)):
+        assert work_of(func, (given, 2, "group"), {}, result) == Work(messages=1, sent=times * large.nbytes)
+    wait = getattr(torch.ops, COLLECTIVES).wait_tensor.default
+    assert work_of(wait, (large,), {}, large) == Work()
 
 
 def test_what_a_step_leaves_is_waited_for_in_the_next_one() -> None:

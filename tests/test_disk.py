@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,36 @@ def test_calls_that_move_less_than_was_asked_for_are_repeated(tmp_path: Path, mo
     values = torch.randn(1000)
     array.write(ALL, values)
     assert array.read().equal(values)
+    disk.close()
+
+
+def test_tensors_that_are_written_behind_are_let_go_of_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, alive = Disk(tmp_path), list[int]()
+    moves = [(disk.reserve(40), torch.ones(10)) for _ in range(3)]
+    held = [weakref.ref(values.untyped_storage()) for _, values in moves]
+    goes, pwritev = threading.Event(), os.pwritev
+
+    def counting(*given: Any) -> int:
+        goes.wait()
+        alive.append(sum(one() is not None for one in held))
+        return pwritev(*given)
+
+    monkeypatch.setattr(os, "pwritev", counting)
+    disk.begin_write(moves)
+    moves.clear()
+    goes.set()
+    disk.drain()
+    assert alive == [3, 2, 1]
+    disk.close()
+
+
+def test_what_is_free_is_what_the_system_leaves_to_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs_result((4096, 1024, 1000, 500, 300, 0, 0, 0, 0, 255))  # of 500 blocks 200 are the system's own
+    disk = Disk(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    assert disk.free_bytes == 300 * 1024
     disk.close()
 
 

@@ -231,6 +231,32 @@ def test_graphs_keep_the_weights_that_an_edit_replaced_and_what_is_recomputed_se
     assert_as_on_one_device(start, act, stage, unit_classes=("Linear",), autocast_dtype=dtype)
 
 
+class OnTheWay(Middle):
+    """Edits a weight through a view, and then uses it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        view = self.middle.weight.view(-1)
+        with torch.no_grad():
+            view.mul_(0.5)
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_graphs_keep_the_weights_that_an_edit_in_their_forward_has_left(stage: int) -> None:
+    def act(model: Any, engine: Any, optimizer: Any, comm: Any) -> dict[str, Tensor]:
+        losses = []
+        for number in range(2):
+            autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+            with nullcontext() if engine is None else engine.forward(), autocast:
+                losses.append(model(x(1.0 + number)))
+        sum(losses).backward()
+        optimizer.step()
+        return state_of(model, engine)
+
+    start = seeded(lambda: OnTheWay(recomputes=False))
+    assert_as_on_one_device(start, act, stage, unit_classes=("Linear",), autocast_dtype=torch.bfloat16)
+
+
 class Borrows(nn.Linear):
     """A layer that also uses the weight of another one."""
 

@@ -5,14 +5,17 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 
 import fabric_jobs
 import warm
@@ -118,7 +121,12 @@ def test_no_backward_sync_saves_the_reductions_of_all_micro_batches_but_the_last
 def test_what_is_small_is_saved_in_one_file_and_what_is_larger_or_goes_on_from_shards_in_shards(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    for small, told in ((10**9, "single files: "), (1000, "folders of shards: ")):
+    weights = sum(values.nbytes for values in Classifier().state_dict().values())
+    for small, told in (
+        (10**9, "single files: "),
+        (weights * 3 // 2, "folders of shards: "),  # there is the state of the optimizer, too
+        (1000, "folders of shards: "),
+    ):
         path = tmp_path / f"{small}.ckpt"
         first, second = two_ranks.run(fabric_jobs.save_and_tell, {"stage": 3, "checkpoint": None}, path, small)
         (expected, (said,)), (_, said_on_rank_1) = first, second
@@ -289,6 +297,16 @@ def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:
         assert "Call fabric.setup(model, optimizer)" in told["stranger"]
         assert "nothing was clipped" in told["nan"]
         assert "Set up all of them first" in told["second"]
+        assert told["shapes"] == str([tuple(parameter.shape) for parameter in Classifier().parameters()])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_that_is_copied_right_after_it_was_set_up_is_rank_zeros_on_every_rank(
+    stage: int, two_ranks: RankPool
+) -> None:
+    first, second = two_ranks.run(fabric_jobs.copies_before_the_first_forward, {"stage": stage}, 2)
+    assert_same_bits(second, first)
+    assert first["1.running_mean"].eq(0).all()
 
 
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
@@ -322,6 +340,33 @@ def test_what_fabric_has_itself_and_what_is_not_there_is_said_at_once() -> None:
             Fabric(strategy=ZeroStrategy(**arguments), accelerator="cpu", devices=1)
 
 
+@pytest.mark.parametrize(
+    ("methods", "stage", "is_refused"),
+    [(("train", "eval"), 1, True), (("train", "eval"), 0, False), (("eval",), 1, False), ((), 3, False)],
+)
+def test_an_optimizer_that_moves_weights_in_train_and_eval_is_refused_where_it_has_shards(
+    methods: tuple[str, ...], stage: int, is_refused: bool
+) -> None:
+    strategy: Any = Fabric(strategy=ZeroStrategy(stage=stage), accelerator="cpu", devices=1).strategy  # type: ignore[arg-type]
+    own = type("Own", (torch.optim.SGD,), {name: lambda _: None for name in methods})
+    told = pytest.raises(NotImplementedError, match=r"Own moves weights in train\(\) and eval\(\).*Use a Trainer, or")
+    with told if is_refused else nullcontext():
+        strategy.setup_optimizer(own([nn.Parameter(torch.ones(1))], 0.1))
+
+
+@pytest.mark.parametrize(("stage", "trains", "moves"), [(3, True, False), (3, False, True), (2, True, True)])
+def test_only_a_module_that_is_gathered_unit_by_unit_is_not_moved_to_the_device_as_a_whole(
+    stage: int, trains: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy: Any = Fabric(strategy=ZeroStrategy(stage=stage), accelerator="cpu", devices=1).strategy  # type: ignore[arg-type]
+    moved: list[nn.Module] = []
+    monkeypatch.setattr(DDPStrategy, "module_to_device", lambda _, module: moved.append(module))
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(trains), nn.BatchNorm1d(2, affine=False))
+    module[0].requires_grad_(False)
+    strategy.module_to_device(module)
+    assert moved == [module] * moves
+
+
 def test_one_strategy_serves_several_fabrics_which_each_choose_the_format_of_checkpoints() -> None:
     written = ZeroStrategy()
     first, second = (Fabric(strategy=written, accelerator="cpu", devices=1).strategy for _ in range(2))
@@ -335,6 +380,7 @@ def test_one_strategy_serves_several_fabrics_which_each_choose_the_format_of_che
 SCRIPT = """
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 import lightning_zero
 
 if __name__ == "__main__":
@@ -373,6 +419,7 @@ SAVES_LAST = """
 import time
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import save
 
@@ -404,6 +451,11 @@ def test_what_changes_after_a_save_in_the_background_is_not_in_it(
     strategy = {"stage": stage, "checkpoint": {"async_save": True}}
     for before, loaded in two_ranks.run(fabric_jobs.overwrites_while_it_saves, strategy, tmp_path / "a.ckpt"):
         assert_same_bits(loaded, before)
+
+
+def test_a_teardown_waits_for_a_save_in_the_background(two_ranks: RankPool, tmp_path: Path) -> None:
+    strategy = {"stage": 2, "checkpoint": {"async_save": True}}
+    assert two_ranks.run(fabric_jobs.tears_down_while_it_saves, strategy, tmp_path / "a.ckpt") == [[], []]
 
 
 def test_a_save_in_the_background_that_fails_is_told_at_once_and_raised_by_the_next(

@@ -475,6 +475,20 @@ def test_memory_that_peers_read_goes_back_to_the_system_with_its_tensor() -> Non
     assert run_alone(2, drop_a_room) == ([(2, 0, 0)] * 2, [None, None])
 
 
+def ask_for_shared_memory() -> list[int]:
+    comm = comm_of_world()
+    linked, asked = Links(comm), list[int]()
+    comm = GlooComm(own_group("gloo"), SOON, linked)
+    with patch.object(linked, "empty", asked.append):
+        for nbytes in (INLINE, INLINE + 4):
+            assert comm.empty(nbytes // 4, torch.float32, torch.device("cpu")).nbytes == nbytes
+    return asked
+
+
+def test_tensors_lie_where_peers_read_them_from_the_size_on_that_no_datagram_holds(two_ranks: RankPool) -> None:
+    assert two_ranks.run(ask_for_shared_memory) == [[INLINE + 4]] * 2
+
+
 SLOT = 2**16
 MARK = b"0123456789abcdef"
 PLACE = 4096
@@ -624,6 +638,22 @@ def test_every_wait_ends_with_the_link_however_far_its_tensor_has_come(pair: Pai
     for message in waits:
         with pytest.raises(RuntimeError, match="closed by peer"):
             message.wait(datetime.timedelta(seconds=SHORT))
+
+
+def test_memory_of_a_peer_that_has_gone_goes_back_to_the_system(pair: Pair) -> None:
+    before = count_mappings()
+    pair.offer_from_room()
+    pair.exchange.receive(1, torch.zeros_like(pair.values), 7).wait(SOON)
+    assert count_mappings() == before + 1
+    pair.peer.close()
+    while not pair.exchange._closed:
+        time.sleep(0.001)
+    with pair.exchange._lock:  # held while a link is closed
+        assert count_mappings() == before
+
+
+def test_until_its_process_is_gone_no_peer_hears_that_a_rank_has_failed(pair: Pair) -> None:
+    assert not pair.exchange._outbox.close.atexit  # other code may run then, as what waits for saves
 
 
 @pytest.mark.parametrize("kind", [_PART, _WANTED, _READ])

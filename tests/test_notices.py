@@ -59,6 +59,33 @@ def test_what_ranks_tell_in_two_meetings_is_of_one_step_unless_another_one_has_b
             notices.begin_step()
 
 
+def test_a_rank_is_in_a_batch_or_at_the_end_of_its_epoch_and_only_two_ranks_are_in_both() -> None:
+    first, second = Notices(), Notices()
+    for moved, are_apart in (
+        ((Notice.IN_BATCH, Notice.IN_BATCH), False),
+        ((Notice.AT_EPOCH_END, Notice.IN_BATCH), True),
+        ((Notice.AT_EPOCH_END, Notice.AT_EPOCH_END), False),
+    ):
+        for notices, notice in zip((first, second), moved, strict=True):
+            notices.move(notice, "here")
+        first.hear([max(flags) for flags in zip(first.flags(), second.flags(), strict=True)])
+        assert first.are_apart == are_apart
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (Changes(1, 3, True), "Adam.step() had changed 1 of 3 parameters and some of their state"),
+        (Changes(0, 3, False), "Adam.step() had changed 0 of 3 parameters"),
+        (Changes(3, 3, True), ""),
+    ],
+)
+def test_what_a_step_has_left_undone_is_said(changes: Changes, told: str) -> None:
+    notices = Notices()
+    notices.note_step("Adam", changes)
+    assert notices.left == told
+
+
 def test_each_torn_step_is_told_of_and_the_error_behind_it_once() -> None:
     """Who catches it loads a checkpoint, and trains on."""
     notices = Notices(late_errors=[ArithmeticError()])

@@ -5,6 +5,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from threading import Lock, Thread
 from typing import Any
@@ -20,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from lightning_zero.device import HOST
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.granularity import choose_stepped
-from lightning_zero.shards.probe import ELEMENT_WISE, MOMENTS, find, state_tensors_of
+from lightning_zero.shards.probe import BLOCK, ELEMENT_WISE, MOMENTS, find, state_tensors_of
 from lightning_zero.wire.comm import Comm
 from thread_world import ThreadWorld
 from zoo import OF_ALL, PIECES, WHOLE, ByFormula, Trusting, agg_mo, decays_matrices, made
@@ -65,8 +66,12 @@ def test_a_number_of_a_whole_tensor_that_is_kept_to_act_on_later_is_found_before
 class Remembers(ByFormula):
     """Keeps the largest norm of all parameters in its group, to act on much later."""
 
+    unit = 1.0
+
     def step(self, closure: Any = None) -> None:
-        size = float(sum(p.grad.square().sum() for p in self.param_groups[0]["params"] if p.grad is not None))
+        size = self.unit * float(
+            sum(p.grad.square().sum() for p in self.param_groups[0]["params"] if p.grad is not None)
+        )
         self.param_groups[0]["largest"] = max(size, self.param_groups[0].get("largest", 0.0))
         super().step(closure)
 
@@ -74,8 +79,31 @@ class Remembers(ByFormula):
         return p.grad
 
 
-def test_a_number_of_all_parameters_that_a_group_keeps_to_act_on_later_is_found_before_that() -> None:
-    assert why_not_in_pieces(Remembers(parameters())) == BY_ALL
+@pytest.mark.parametrize("unit", [1.0, 1e-20])
+def test_a_number_of_all_parameters_that_a_group_keeps_to_act_on_later_is_found_before_that(unit: float) -> None:
+    optimizer = Remembers(parameters())
+    optimizer.unit = unit
+    assert why_not_in_pieces(optimizer) == BY_ALL
+
+
+def directions(p: Tensor, state: dict[str, Any]) -> Tensor:
+    state["direction"] = (p.grad / p.grad.norm()).flatten()
+    return p.grad
+
+
+def test_a_table_of_a_whole_tensor_that_is_as_long_as_its_pieces_is_none_of_theirs() -> None:
+    assert why_not_in_pieces(made("Directed", directions)(parameters())) == BY_TENSOR
+
+
+def refusing_large_ones(p: Tensor, state: dict[str, Any]) -> Tensor:
+    if p.grad.abs().max() > 100:
+        raise ValueError("a gradient has exploded")
+    return p.grad
+
+
+def test_an_optimizer_whose_later_steps_fail_is_not_known_by_its_first_ones() -> None:
+    told = why_not_in_pieces(made("Careful", refusing_large_ones)(parameters()))
+    assert told == "could not be tried on small tensors (ValueError: a gradient has exploded)"
 
 
 def test_a_number_that_says_how_many_elements_there_are_is_no_sum_over_all() -> None:
@@ -108,20 +136,20 @@ class Begun(ByFormula):
 
     def __init__(self, parameters: Iterable[Any], change: Callable[[Tensor], Tensor]) -> None:
         super().__init__(parameters)
-        self.changed, self.state["steps"] = change, torch.zeros(1)
-        for p in self.param_groups[0]["params"]:
+        self.changed, self.state["rate"] = change, torch.ones(())
+        for p in filter(lambda p: p.requires_grad, self.param_groups[0]["params"]):
             off = torch.zeros_like(p, dtype=torch.bool)
             self.state[p].update(begin=p.detach().clone(), total=torch.full_like(p, 0.1), off=off, steps=0)
 
     def change(self, p: Tensor, state: dict[str, Any]) -> Tensor:  # type: ignore[override]
         state["total"].add_(p.grad.square())
         grad = torch.where(state["off"], 0, p.grad)
-        return self.changed(grad / state["total"].sqrt() + 0.1 * (p - state["begin"]))
+        return self.changed(grad / state["total"].sqrt() + 0.1 * (p - state["begin"])) * self.state["rate"]
 
 
 def test_what_makes_state_at_construction_is_tried_with_the_like() -> None:
     for make in (torch.ones, torch.zeros, torch.rand):
-        weights = [Parameter(make(30, 20)), Parameter(make(20))]
+        weights = [Parameter(make(5), requires_grad=False), Parameter(make(30, 20)), Parameter(make(20))]
         assert why_not_in_pieces(Begun(weights, lambda update: update)) is None
         assert why_not_in_pieces(Begun(weights, lambda update: update / update.norm())) == BY_TENSOR
     drawn = Begun(parameters(), lambda update: update)
@@ -381,9 +409,22 @@ def without_a_best(p: Tensor, state: dict[str, Any]) -> Tensor:
     return p.grad
 
 
-@pytest.mark.parametrize("formula", [known_to_end, growing, without_a_best])
+def with_a_phase(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """Keeps complex numbers, of which none is a count or a sum: one by itself, and some in a table."""
+    state["phase"] = state.get("phase", torch.tensor(1.0 + 0j, device="cpu")) * 1j
+    state["turns"] = torch.tensor([1.0 + 0j, 1j], device="cpu") * state["phase"]
+    return p.grad * float(state["phase"].real.abs() + state["phase"].imag.abs())
+
+
+@pytest.mark.parametrize("formula", [known_to_end, growing, without_a_best, with_a_phase])
 def test_steps_that_training_never_comes_to_and_numbers_that_are_none_tell_nothing(formula: Any) -> None:
     assert why_not_in_pieces(made("Plain", formula)(parameters())) is None
+
+
+def scaled_in_blocks(p: Tensor, state: dict[str, Any]) -> Tensor:
+    state["seen"] = [p.grad.clone()]
+    blocks = p.grad.reshape(-1).split(BLOCK)
+    return torch.cat([block / (block.abs().max() + 1e-8) for block in blocks]).view_as(p)
 
 
 def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_costs_in_pieces() -> None:
@@ -397,6 +438,7 @@ def test_what_keeps_tensors_in_containers_is_found_to_do_so_and_told_what_that_c
 
     told = "keeps tensors in lists or dictionaries of its state"
     assert why_not_in_pieces(made("Plain", agg_mo)(parameters())) == told
+    assert why_not_in_pieces(made("InBlocks", scaled_in_blocks)(parameters())) == told
     assert ThreadWorld(2).run(lambda comm: set_up(comm, "auto")) == [True, True]
     with pytest.warns(UserWarning, match=rf"AggMo {told}: in pieces.*cannot be saved"):
         assert ThreadWorld(2).run(lambda comm: set_up(comm, "element")) == [False, False]
@@ -436,6 +478,14 @@ class Slower(torch.optim.AdamW):
 def test_a_harmless_subclass_is_found_to_be_harmless_also_under_a_scheduler() -> None:
     optimizer = Slower(parameters(), fused=True)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    assert why_not_in_pieces(optimizer) is None
+
+
+def test_what_others_have_put_in_the_place_of_its_methods_is_not_copied() -> None:
+    """A scheduler, an engine and Fabric's strategy do; what they hold may be larger than the model."""
+    optimizer = Slower(parameters())
+    for name in ("step", "train", "eval", "load_state_dict"):
+        vars(optimizer)[name] = partial(print, Lock())  # cannot be copied
     assert why_not_in_pieces(optimizer) is None
 
 

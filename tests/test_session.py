@@ -144,7 +144,7 @@ def polled(question, seconds: float = 60) -> Iterator:
 
 
 def test_a_folder_is_free_as_soon_as_its_holder_is_killed_and_keeps_no_file_of_it(tmp_path):
-    folder = tmp_path / "job"
+    folder = tmp_path / "sweep" / "job"
     holds = (
         "import time; from pathlib import Path; from lightning_zero.sweeps.session import alone_in\n"
         f"with alone_in(Path({str(folder)!r}), print): print('held', flush=True); time.sleep(600)"

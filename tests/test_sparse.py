@@ -140,10 +140,12 @@ def test_embeddings_that_the_optimizer_is_given_later_train_as_on_one_device(sta
     assert_as_on_one_device(words(), act, stage, over_places)
 
 
-def test_what_travels_tells_the_rows_that_have_a_gradient_of_zero() -> None:
-    grad = torch.sparse_coo_tensor([[1, 3, 3]], torch.tensor([[0.0, -0.0], [1.0, 2.0], [-1.0, 3.0]]), (5, 2))
-    dense = dense_of(grad)
-    nothing = torch.full((5, 2), NOTHING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_travels_tells_the_rows_that_have_a_gradient_of_zero(dtype: torch.dtype) -> None:
+    values = torch.tensor([[0.0, -0.0], [1.0, 2.0], [-1.0, 3.0]], dtype=dtype)
+    dense = dense_of(torch.sparse_coo_tensor([[1, 3, 3]], values, (5, 2)))
+    nothing = torch.full((5, 2), NOTHING, dtype=dtype)
+    assert dense.dtype == dtype
     for total in (dense, dense + nothing, nothing + dense, (dense + nothing) / 2):
         assert sorted(set(sparse_of(total).indices()[0].tolist())) == [1, 3]
         assert sparse_of(total).values().numel() == 4

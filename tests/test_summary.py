@@ -44,7 +44,7 @@ def test_a_summary_may_be_the_first_file_of_its_folder_and_holds_any_value_as_te
     assert read_summary(tmp_path / "a" / "b")["best"] == "best.ckpt"
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", "not JSON", '{"loss": 1.0}'])
+@pytest.mark.parametrize("content", ["{}", "[1]", "not JSON", '{"loss": 1.0}', '{"job": 7, "status": "done"}'])
 def test_other_programs_files_of_that_name_are_passed_over(content, tmp_path):
     write_summary(tmp_path / "0", {"job": 0, "status": "finished", "overrides": []})
     (tmp_path / "0" / "wandb").mkdir()
