@@ -136,7 +136,8 @@ class Stepping:
 
     def publish_stepped_in_backward(self) -> None:
         """Publishes what this backward has stepped, at its end. Collective."""
-        groups = groups_of(self._in_backward)
+        # In one order: where ranks use different modules, each has stepped groups as they became complete there.
+        groups = groups_of(slot for one in self.steppers.values() for slot in one.slots if slot in self._in_backward)
         self._lasting.drop_after_step()
         self.publish(groups, groups)
         self._tell()
