@@ -202,4 +202,6 @@ class Ddp:
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._begin_step()  # it casts to the dtypes of parameters
         optimizer.load_state_dict(state)
+        self._end_step()

@@ -48,7 +48,8 @@ class Plan:
     """How a model is trained. Decided by it alone: whether DDP's numbers must come out in every bit."""
 
     stage: int = 0
-    world: int = 2
+    world: int = 2  # ranks that have batches of their own
+    tensor: int = 1  # for each of them: ranks that share layers
     replicate_size: int = 1
     ways: Ways = field(default_factory=Ways)
     accumulation: Literal["sharded", "local"] = "sharded"
@@ -107,10 +108,11 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Hybrid sharding sums in another order, and stage 1 takes an average apart to reduce it a second time."""
+        """Ranks that share layers, and hybrid sharding, sum in another order. Stage 1 takes an average apart to reduce
+        it a second time."""
         hybrid = self.replicate_size > 1 and self.shard_size > 1
         again = self.partitioned == 1 and ("sync" in self.earlier_micro_batches or self.clears_every > 1)
-        return not (hybrid or again)
+        return not (hybrid or again or self.tensor > 1)
 
     def options(self, model: nn.Module, folder: Path) -> Options:
         ways = self.ways
@@ -134,6 +136,7 @@ class Plan:
             accumulation=self.accumulation,
             autocast_dtype=self.autocast if ways.casts else None,
             param_dtype=self.param_dtype,
+            tensor_parallel_size=self.tensor,
             replicate_size=self.replicate_size,
             reduce_dtype=self.reduce_dtype,
             broadcast_buffers=self.broadcast_buffers,
@@ -184,11 +187,12 @@ def acts(draw: Any) -> Act:
 
 
 @st.composite
-def plans(draw: Any) -> Plan:
-    world = draw(st.sampled_from([2, 1, 3, 4]))
+def plans(draw: Any, tensor: int) -> Plan:
+    world = draw(st.sampled_from([2, 1, 3, 4] if tensor == 1 else [2, 1]))
     changes = st.sampled_from([None, *OF_WHAT_TRAINS])
     plan = Plan(
         world=world,
+        tensor=tensor,
         stage=draw(st.integers(0, 3)),
         replicate_size=draw(st.sampled_from([1, 1, *(size for size in range(1, world + 1) if world % size == 0)])),
         ways=draw(ways()),
@@ -228,6 +232,7 @@ def plans(draw: Any) -> Plan:
         plan = replace(plan, data_edit=None)
     if plan.partitioned >= 2 and draw(st.integers(0, 3)) == 3:
         plan = stepping_in_backward(plan)
+        plan = closing(plan) if draw(st.booleans()) else plan
     else:
         way = draw(st.sampled_from(["plain", "fails", "closes", "scales"]))
         if way == "fails":
@@ -243,8 +248,9 @@ def plans(draw: Any) -> Plan:
 def with_dtypes(draw: Any, plan: Plan) -> Plan:
     """What rounds, or divides by next to nothing: a last bit that differs would become the first."""
     two_bytes = st.sampled_from([torch.bfloat16, torch.float16])
-    steps_whole_windows = plan.ways.offload[0] is None or plan.ways.offload[::2] == ("cpu", 1.0)
-    kinds = [*KINDS, *(TWICE if plan.closes and steps_whole_windows else ())]
+    is_in_one = plan.ways.offload[0] is None or plan.ways.offload[::2] == ("cpu", 1.0)
+    may_close_twice = plan.closes and is_in_one and not plan.ways.steps_in_backward  # else it is refused
+    kinds = [*KINDS, *(TWICE if may_close_twice else ())]
     plan = replace(
         plan,
         kinds=tuple(draw(st.sampled_from(kinds)) for _ in plan.kinds),
@@ -281,12 +287,13 @@ def stepping_in_backward(plan: Plan) -> Plan:
 def failing(plan: Plan, step: int) -> Plan:
     """Fails on all ranks alike: an engine hears of a backward from its first gradient, or from `engine.backward()`. The
     error comes at the last gradient, which is the only one of some losses, and where others are frozen."""
-    may_be_first = plan.loss == "in turn" or "freeze" in plan.regroups
+    freezes = "freeze" in plan.regroups or any(act.name == "freeze or thaw" for act in plan.acts)
+    may_be_first = plan.loss == "in turn" or freezes
     return replace(plan, fails=step, bracketed=plan.bracketed or may_be_first)
 
 
 def closing(plan: Plan) -> Plan:
-    """Without what users do where the optimizer is not in the middle of its step."""
+    """Without what users do outside of `step` alone."""
     return replace(without_acts(plan, "reload", "step first", "skip"), closes=True, clears_every=1)
 
 
@@ -295,16 +302,29 @@ def scaling(plan: Plan, scale: float, overflows: tuple[int, int] | None) -> Plan
     return replace(without_acts(plan, "step first"), scale=scale, overflows=overflows, clears_every=1)
 
 
+def sharing(plan: Plan) -> Plan:
+    """Without what a DTensor cannot do, and what is refused beside one."""
+    edits = {"gradient_edit": plan.gradient_edit and "whole", "data_edit": None}
+    granularity = plan.ways.granularity if plan.ways.granularity in ("auto", "element") else "auto"
+    # Whole values are not for the parameters of such a model.
+    plan = without_acts(plan, "load", "rewind")
+    return replace(plan, **edits, ways=replace(plan.ways, granularity=granularity, wire=()))
+
+
 @st.composite
-def cases(draw: Any) -> tuple[Plan, Spec]:
+def cases(draw: Any, tensor: int = 1) -> tuple[Plan, Spec]:
     """Where bits may differ there is nothing in two bytes, which would make a last bit the eighth."""
-    plan = draw(plans())
+    plan = draw(plans(tensor))
     # An average has at least four bytes, and masters are no narrower than what rests.
     has_two = plan.is_exact and not plan.averages and plan.param_dtype is not torch.float16
     two_bytes = [torch.bfloat16] if has_two else []
     spec = draw(specs([torch.float32, torch.float32, torch.float64, *two_bytes]))
     if plan.ways.recomputes is not None:  # torch's own checkpoint changes buffers twice, and a block in it once
         spec = with_parts(spec, lambda part: replace(part, checkpointed=False))
+    if tensor > 1:
+        plan = sharing(plan)
+        shared = st.builds(Part, st.sampled_from(["mlp", "routed"]), size=st.sampled_from([2, 4, 18]))
+        spec = replace(spec, trunk=(*spec.trunk, *draw(st.lists(shared, min_size=1, max_size=2))))
     if plan.param_dtype is not None:  # torch's takes no weights in two bytes beside buffers in four
         spec = with_parts(spec, lambda part: replace(part, kind=part.kind.replace("batch norm", "layer norm")))
     return plan, spec
