@@ -34,7 +34,7 @@ def examples(number: int) -> Callable[..., Any]:
     )
 
 
-@examples(100)
+@examples(70)
 @given(cases())
 @example((Plan(stage=3, loss="in turn", evaluates=True), Spec(1, (Part("linear", used="ranks in turn"),))))
 @example(
@@ -83,7 +83,7 @@ def test_a_random_model_trains_as_under_ddp(case: tuple[Plan, Spec]) -> None:
     compare(plan, on_all_ranks(under_the_engine, spec, plan), on_all_ranks(under_ddp, spec, plan))
 
 
-@examples(10)
+@examples(8)
 @given(case=cases(tensor=2))
 def test_a_random_model_whose_layers_ranks_share_trains_as_under_ddp(
     case: tuple[Plan, Spec], pool_of: Callable[[int], RankPool]
