@@ -69,6 +69,19 @@ def _rewind(training: Any, which: int) -> None:
     training.model.load_state_dict(training.kept.setdefault("model", _all(training)))
 
 
+def _load(training: Any, which: int) -> None:
+    state = {name: 0.75 * value if value.is_floating_point() else value for name, value in _all(training).items()}
+    training.model.load_state_dict(state)
+
+
+def _freeze_or_thaw(training: Any, which: int) -> None:
+    """A parameter that an optimizer has, but not the one that every loss needs."""
+    trained = [parameter for parameter in trained_by(training.optimizers) if parameter is not training.model.gain]
+    if trained:
+        parameter = trained[which % len(trained)]
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
 def _slow_down(training: Any, which: int) -> None:
     for optimizer in training.optimizers:
         for group in optimizer.param_groups:
@@ -101,6 +114,8 @@ ACTS: dict[str, Callable[[Any, int], None]] = {
     "differentiate": _differentiate,
     "reload": _reload,
     "rewind": _rewind,
+    "load": _load,
+    "freeze or thaw": _freeze_or_thaw,
     "slow down": _slow_down,
     "skip": _skip,
     "step first": _step_first,
@@ -108,4 +123,5 @@ ACTS: dict[str, Callable[[Any, int], None]] = {
     "drop gradients": _drop_gradients,
 }
 OF_GRADIENTS_LEFT = ("skip", "step first", "drop gradient", "drop gradients")  # before the step
-ONE_AT_A_TIME = ("edit", "edit whole", "evaluate", "rewind")  # not between forward and backward: autograd refuses it
+# Not between forward and backward: autograd refuses it.
+ONE_AT_A_TIME = ("edit", "edit whole", "evaluate", "rewind", "load", "freeze or thaw")

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from lightning_zero.torch_private import scaling_of
 from lightning_zero.wire.comm import Comm
 from random_plans import Plan
 
@@ -22,10 +25,15 @@ class Ddp:
         self._before: dict[nn.Parameter, Tensor | None] | None = None  # gradients of earlier windows of the step
         self._broadcast([*module.parameters(), *module.buffers()])
         self._trained: dict[nn.Parameter, str] = {}
+        self._masters: dict[nn.Parameter, Tensor] = {}  # of those that rest in another dtype
+        if plan.param_dtype is not None:
+            self._masters = {p: p.detach().clone() for p in module.parameters()}
+            self._round()
         self._take_in()
+        self._is_stepping = False  # parameters and gradients have the dtypes in which they are stepped
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._cast_gradients())
-            optimizer.register_step_post_hook(lambda *_: self._restore_gradients())
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(lambda *_: self._end_step())
 
     def _take_in(self) -> None:
         """What trains by now."""
@@ -36,21 +44,58 @@ class Ddp:
             parameter.grad_dtype = self._grad_dtype(parameter)
 
     def _grad_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return self.plan.reduce_dtype or torch.promote_types(parameter.dtype, torch.float32)
+        declared = self._masters.get(parameter, parameter).dtype
+        return self.plan.reduce_dtype or torch.promote_types(declared, torch.float32)
 
-    def _cast_gradients(self) -> None:
-        """To what optimizers step; the sum goes on from the gradients as they are."""
+    # -- a step
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A closure finds everything as it is outside of a step."""
+        closures = args[1:]
+
+        def closure() -> Any:
+            self._end_step()
+            loss = closures[0]()
+            self._begin_step()
+            return loss
+
+        if not closures:
+            self._begin_step()
+        return (*args[:1], *([closure] if closures else [])), kwargs
+
+    def _begin_step(self) -> None:
+        """Casts to what optimizers step; the sum goes on from the gradients as they are."""
+        self._keep_edits()
         self._summed = {parameter: parameter.grad for parameter in self._trained}
         for parameter, grad in self._summed.items():
             parameter.grad = None
+            parameter.data = self._masters.get(parameter, parameter.data)
             parameter.grad_dtype = parameter.dtype
             parameter.grad = None if grad is None else grad.to(parameter.dtype)
+        self._is_stepping = True
 
-    def _restore_gradients(self) -> None:
-        for parameter, grad in self._summed.items():
-            parameter.grad = None
-            parameter.grad_dtype = self._grad_dtype(parameter)
-            parameter.grad = grad
+    def _end_step(self) -> None:
+        if self._is_stepping:
+            for parameter in self._summed:
+                parameter.grad = None
+            self._round()
+            for parameter, grad in self._summed.items():
+                parameter.grad_dtype = self._grad_dtype(parameter)
+                parameter.grad = grad
+        self._is_stepping = False
+
+    # -- masters
+
+    def _round(self) -> None:
+        for parameter, master in self._masters.items():
+            assert self.plan.param_dtype is not None
+            parameter.data = master.to(self.plan.param_dtype, copy=True)
+
+    def _keep_edits(self) -> None:
+        """Only what differs: the others keep all bits of their masters."""
+        for parameter, master in self._masters.items():
+            own = parameter.detach()
+            master.copy_(torch.where(own != master.to(own), own.to(master), master))
 
     def _broadcast(self, tensors: list[Any]) -> None:
         with torch.no_grad():
@@ -121,6 +166,13 @@ class Ddp:
             if parameter.grad is not None:
                 parameter.grad.clamp_(-clip_value, clip_value)
 
+    def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            scaler.unscale_(optimizer)
+        else:  # the scaler would refuse to step
+            found = {"found_inf_per_device": {torch.device("cpu"): torch.zeros(())}, "stage": OptState.UNSCALED}
+            scaling_of(scaler, optimizer).update(found)
+
     def forget(self) -> None:
         """A backward has failed, and users have dropped what there was."""
         self._before = None
@@ -134,18 +186,22 @@ class Ddp:
     def loans(self) -> Any:
         return self
 
-    def settle(self) -> None:
-        """There is nothing to settle."""
+    def end_all(self) -> None:
+        """There is nothing to end."""
 
     @property
     def states(self) -> Any:
         return self
 
     def full_model(self) -> dict[str, Tensor]:
-        return self.module.state_dict()
+        self._keep_edits()
+        state = self.module.state_dict(keep_vars=True)
+        return {name: self._masters.get(value, value) for name, value in state.items()}
 
     def full_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._begin_step()  # it casts to the dtypes of parameters
         optimizer.load_state_dict(state)
+        self._end_step()

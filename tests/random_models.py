@@ -40,7 +40,7 @@ class Part:
         children: of a container.
         size: elements of a direct parameter (None: 0-d), or inner width.
         earlier: which of the layers before it a tied, borrowed or repeated one goes back to, modulo their number.
-        dtype: of its parameters; its input is cast to it.
+        dtype: its parameters are made in it.
         frozen: requires no gradients.
         checkpointed: recomputed in backward.
         used: in which forwards.
@@ -131,6 +131,11 @@ class Borrowing(nn.Module):
         return nn.functional.linear(hidden, self.owner[0].weight)
 
 
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """That of its parameters, to which its input is cast."""
+    return next((module.owner[0] if isinstance(module, Borrowing) else module).parameters()).dtype
+
+
 class Container(nn.Module):
     def __init__(self, parts: tuple[Part, ...], modules: list[nn.Module]) -> None:
         super().__init__()
@@ -146,7 +151,7 @@ class Container(nn.Module):
 
     @staticmethod
     def _call(part: Part, module: nn.Module, hidden: Tensor, place: Place) -> Tensor:
-        inputs = (hidden, place) if isinstance(module, Container) else (hidden.to(part.dtype),)
+        inputs = (hidden, place) if isinstance(module, Container) else (hidden.to(dtype_of(module)),)
         if part.checkpointed and torch.is_grad_enabled():
             return checkpoint(module, *inputs, use_reentrant=False)
         return module(*inputs)
@@ -186,8 +191,10 @@ class Model(nn.Module):
         reached = [hidden, *self.trunk.outputs(hidden, place, follow=True)]
         losses = [_loss(one) for one in reached[:-1]]
         extra = [module.auxiliary for module in auxiliary if module.auxiliary is not None]
-        last = reached[-1].float()
-        return [*losses, sum(extra, start=_loss(self.head(last if self.more is None else self.more(last))))]
+        last = reached[-1]
+        for module in [self.head] if self.more is None else [self.more, self.head]:
+            last = module(last.to(dtype_of(module)))
+        return [*losses, sum(extra, start=_loss(last))]
 
 
 def _loss(output: Tensor) -> Tensor:
@@ -200,40 +207,32 @@ class Builder:
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.layers: list[tuple[Part, nn.Linear]] = []
-        self.repeatable: list[tuple[Part, nn.Module]] = []
+        self.layers: list[nn.Linear] = []
+        self.repeatable: list[nn.Module] = []
 
     def container(self, kind: type[Container], parts: tuple[Part, ...]) -> Container:
-        made = [self.make(part) for part in parts]
-        return kind(tuple(part for part, _ in made), [module for _, module in made])
+        return kind(parts, [self.make(part) for part in parts])
 
-    def make(self, part: Part) -> tuple[Part, nn.Module]:
-        """The module, and the part with the dtype that its parameters have."""
+    def make(self, part: Part) -> nn.Module:
         if part.kind in CONTAINERS:
             module: nn.Module = self.container(CONTAINERS[part.kind], part.children)
         elif part.kind == "repeated" and self.repeatable:
-            first, module = self.repeatable[part.earlier % len(self.repeatable)]
-            return _with_dtype(part, first.dtype), module
+            return self.repeatable[part.earlier % len(self.repeatable)]
         elif part.kind in ("tied", "borrowed") and self.layers:
-            first, owner = self.layers[part.earlier % len(self.layers)]
-            part = _with_dtype(part, first.dtype)
+            owner = self.layers[part.earlier % len(self.layers)]
             if part.kind == "borrowed":
-                return part, Borrowing(owner)
-            module = nn.Linear(self.width, self.width, dtype=part.dtype)
+                return Borrowing(owner)
+            module = nn.Linear(self.width, self.width, dtype=owner.weight.dtype)
             module.weight = owner.weight
-            return part, module
+            return module
         else:
             module = LEAVES.get(part.kind, LEAVES["linear"])(self.width, part)
-            self.repeatable.append((part, module))
+            self.repeatable.append(module)
             if isinstance(module, nn.Linear):
-                self.layers.append((part, module))
+                self.layers.append(module)
         if part.frozen:
             module.requires_grad_(False)
-        return part, module
-
-
-def _with_dtype(part: Part, dtype: torch.dtype) -> Part:
-    return Part(**{f.name: getattr(part, f.name) for f in fields(part)} | {"dtype": dtype})
+        return module
 
 
 CONTAINERS: dict[str, type[Container]] = {"chain": Chain, "residual": Residual, "fork": Fork}

@@ -16,25 +16,10 @@ from lightning_zero.shards.offload import Machine
 from random_acts import ACTS, OF_GRADIENTS_LEFT, ONE_AT_A_TIME, Act, Moment
 from random_changes import OF_DATA, OF_GRADIENTS, OF_WHAT_TRAINS
 from random_models import Part, Spec, specs
+from random_optimizers import KINDS, SCHEDULES, TWICE, optimizer_of
 from thread_world import ThreadWorld
 
 Micro = Literal["accumulate", "no_sync", "sync"]
-
-KINDS: dict[str, Callable[..., Optimizer]] = {
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1),
-    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True, maximize=True),
-    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, weight_decay=0.1, foreach=True),
-    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
-    "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01),
-    "adadelta": lambda groups: torch.optim.Adadelta(groups, lr=0.5),
-    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True),
-    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
-    "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
-}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,7 +48,8 @@ class Plan:
     """How a model is trained. Decided by it alone: whether DDP's numbers must come out in every bit."""
 
     stage: int = 0
-    world: int = 2
+    world: int = 2  # ranks that have batches of their own
+    tensor: int = 1  # for each of them: ranks that share layers
     replicate_size: int = 1
     ways: Ways = field(default_factory=Ways)
     accumulation: Literal["sharded", "local"] = "sharded"
@@ -71,13 +57,18 @@ class Plan:
     earlier_micro_batches: tuple[Micro, ...] = ()  # before the last, which is always reduced
     shares_forward: bool = False  # the micro-batches are several losses of one forward
     loss: Literal["last", "sum", "in turn"] = "last"
-    optimizers: int = 1
-    kind: str = "momentum"
-    rates: int = 1  # parameter groups of each optimizer
+    kinds: tuple[str, ...] = ("momentum",)  # of optimizers, which take turns at the parameters
+    groups: int = 1  # of each optimizer
+    holds_frozen: bool = False  # an optimizer has what is frozen, too
+    schedule: str | None = None
+    closes: bool = False  # micro-batches are in a closure, which each optimizer is given
     clip: tuple[str, float] | None = None
     set_to_none: bool = True
     bracketed: bool = False  # `engine.backward()` around backwards
-    autocast: bool = False
+    autocast: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
+    scale: float | None = None  # of the loss, at the start
+    overflows: tuple[int, int] | None = None  # step and rank, modulo their number, of a gradient that is not finite
     evaluates: bool = False
     reads_gradients: bool = False
     broadcast_buffers: bool = True
@@ -117,10 +108,11 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """Hybrid sharding sums in another order, and stage 1 takes an average apart to reduce it a second time."""
+        """Ranks that share layers, and hybrid sharding, sum in another order. Stage 1 takes an average apart to reduce
+        it a second time."""
         hybrid = self.replicate_size > 1 and self.shard_size > 1
         again = self.partitioned == 1 and ("sync" in self.earlier_micro_batches or self.clears_every > 1)
-        return not (hybrid or again)
+        return not (hybrid or again or self.tensor > 1)
 
     def options(self, model: nn.Module, folder: Path) -> Options:
         ways = self.ways
@@ -142,7 +134,9 @@ class Plan:
             prefetch=ways.prefetch,
             overlap=ways.overlap,
             accumulation=self.accumulation,
-            autocast_dtype=torch.bfloat16 if self.autocast and ways.casts else None,
+            autocast_dtype=self.autocast if ways.casts else None,
+            param_dtype=self.param_dtype,
+            tensor_parallel_size=self.tensor,
             replicate_size=self.replicate_size,
             reduce_dtype=self.reduce_dtype,
             broadcast_buffers=self.broadcast_buffers,
@@ -156,15 +150,11 @@ class Plan:
         return ThreadWorld(self.world, **dict.fromkeys(self.ways.wire, True))  # type: ignore[arg-type]
 
     def make_optimizers(self, model: nn.Module) -> list[Optimizer]:
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        given = [parameter for parameter in model.parameters() if parameter.requires_grad or self.holds_frozen]
         if "give" in self.regroups:
-            trainable = [parameter for number, parameter in enumerate(trainable) if number % 3 < 2]
-        shares = [trainable[number :: self.optimizers] for number in range(self.optimizers)]
-        made = [KINDS[self.kind]([{"params": share[n :: self.rates]} for n in range(self.rates)]) for share in shares]
-        for optimizer in made:
-            for number, group in enumerate(optimizer.param_groups):
-                group["lr"] /= 1 + number
-        return made
+            given = [parameter for number, parameter in enumerate(given) if number % 3 < 2]
+        count = len(self.kinds)
+        return [optimizer_of(kind, given[number::count], self.groups) for number, kind in enumerate(self.kinds)]
 
 
 @st.composite
@@ -197,11 +187,12 @@ def acts(draw: Any) -> Act:
 
 
 @st.composite
-def plans(draw: Any) -> Plan:
-    world = draw(st.sampled_from([2, 1, 3, 4]))
+def plans(draw: Any, tensor: int) -> Plan:
+    world = draw(st.sampled_from([2, 1, 3, 4] if tensor == 1 else [2, 1]))
     changes = st.sampled_from([None, *OF_WHAT_TRAINS])
     plan = Plan(
         world=world,
+        tensor=tensor,
         stage=draw(st.integers(0, 3)),
         replicate_size=draw(st.sampled_from([1, 1, *(size for size in range(1, world + 1) if world % size == 0)])),
         ways=draw(ways()),
@@ -211,8 +202,9 @@ def plans(draw: Any) -> Plan:
         ),
         shares_forward=draw(st.booleans()),
         loss=draw(st.sampled_from(["last", "sum", "in turn"])),
-        optimizers=draw(st.integers(1, 2)),
-        rates=draw(st.integers(1, 2)),
+        kinds=("momentum",) * draw(st.integers(1, 2)),
+        groups=draw(st.integers(1, 3)),
+        holds_frozen=draw(st.booleans()),
         clip=draw(st.sampled_from([None, ("norm", 0.1), ("value", 0.01)])),
         set_to_none=draw(st.sampled_from([True, True, False])),
         bracketed=draw(st.booleans()),
@@ -233,20 +225,37 @@ def plans(draw: Any) -> Plan:
         plan = replace(plan, clears_every=draw(st.sampled_from([1, 1, 1, 2])))
     if not plan.regroups:
         plan = replace(plan, averages=draw(st.sampled_from([False, False, True])))
+        plan = replace(plan, schedule=draw(st.sampled_from([None, *SCHEDULES])))
     else:  # what was kept is of another model
         plan = without_acts(plan, "rewind", "reload")
     if plan.ways.recomputes is not None:  # what is computed a second time, is of the edited weights
         plan = replace(plan, data_edit=None)
     if plan.partitioned >= 2 and draw(st.integers(0, 3)) == 3:
         plan = stepping_in_backward(plan)
-    elif draw(st.integers(0, 3)) == 3:
-        plan = failing(plan, draw(st.integers(0, 2)))
-    if not plan.is_exact:
-        return plan
+        plan = closing(plan) if draw(st.booleans()) else plan
+    else:
+        way = draw(st.sampled_from(["plain", "fails", "closes", "scales"]))
+        if way == "fails":
+            plan = failing(plan, draw(st.integers(0, 2)))
+        elif way == "closes":
+            plan = closing(plan)
+        elif way == "scales":
+            overflows = draw(st.none() | st.tuples(st.integers(0, 2), st.integers(0, 3)))
+            plan = scaling(plan, draw(st.sampled_from([2.0**8, 2.0**16])), overflows)
+    return with_dtypes(draw, plan) if plan.is_exact else plan
+
+
+def with_dtypes(draw: Any, plan: Plan) -> Plan:
+    """What rounds, or divides by next to nothing: a last bit that differs would become the first."""
+    two_bytes = st.sampled_from([torch.bfloat16, torch.float16])
+    is_in_one = plan.ways.offload[0] is None or plan.ways.offload[::2] == ("cpu", 1.0)
+    may_close_twice = plan.closes and is_in_one and not plan.ways.steps_in_backward  # else it is refused
+    kinds = [*KINDS, *(TWICE if may_close_twice else ())]
     plan = replace(
         plan,
-        kind=draw(st.sampled_from([*KINDS])),
-        autocast=draw(st.booleans()),
+        kinds=tuple(draw(st.sampled_from(kinds)) for _ in plan.kinds),
+        autocast=draw(st.none() | two_bytes),
+        param_dtype=None if plan.averages else draw(st.none() | st.none() | two_bytes),
         ways=replace(plan.ways, casts=draw(st.booleans())),
         reduce_dtype=draw(st.sampled_from([None, None, None, torch.float64, torch.bfloat16])),
     )
@@ -266,7 +275,7 @@ def stepping_in_backward(plan: Plan) -> Plan:
         acts=tuple(act for act in plan.acts if act.moment != "before step"),
         ways=replace(plan.ways, steps_in_backward=True, granularity=granularity),
         earlier_micro_batches=(),
-        optimizers=1,
+        kinds=plan.kinds[:1],
         clip=None,
         set_to_none=True,  # there is no gradient that could become zeros, with which a frozen parameter is stepped
         reads_gradients=False,
@@ -278,20 +287,51 @@ def stepping_in_backward(plan: Plan) -> Plan:
 def failing(plan: Plan, step: int) -> Plan:
     """Fails on all ranks alike: an engine hears of a backward from its first gradient, or from `engine.backward()`. The
     error comes at the last gradient, which is the only one of some losses, and where others are frozen."""
-    may_be_first = plan.loss == "in turn" or "freeze" in plan.regroups
+    freezes = "freeze" in plan.regroups or any(act.name == "freeze or thaw" for act in plan.acts)
+    may_be_first = plan.loss == "in turn" or freezes
     return replace(plan, fails=step, bracketed=plan.bracketed or may_be_first)
 
 
+def closing(plan: Plan) -> Plan:
+    """Without what users do outside of `step` alone."""
+    return replace(without_acts(plan, "reload", "step first", "skip"), closes=True, clears_every=1)
+
+
+def scaling(plan: Plan, scale: float, overflows: tuple[int, int] | None) -> Plan:
+    """A scaler's verdict is of its own step alone."""
+    return replace(without_acts(plan, "step first"), scale=scale, overflows=overflows, clears_every=1)
+
+
+def sharing(plan: Plan) -> Plan:
+    """Without what a DTensor cannot do, and what is refused beside one."""
+    edits = {"gradient_edit": plan.gradient_edit and "whole", "data_edit": None}
+    granularity = plan.ways.granularity if plan.ways.granularity in ("auto", "element") else "auto"
+    # Whole values are not for the parameters of such a model.
+    plan = without_acts(plan, "load", "rewind")
+    return replace(plan, **edits, ways=replace(plan.ways, granularity=granularity, wire=()))
+
+
 @st.composite
-def cases(draw: Any) -> tuple[Plan, Spec]:
+def cases(draw: Any, tensor: int = 1) -> tuple[Plan, Spec]:
     """Where bits may differ there is nothing in two bytes, which would make a last bit the eighth."""
-    plan = draw(plans())
-    two_bytes = [torch.bfloat16] if plan.is_exact and not plan.averages else []  # an average has at least four
+    plan = draw(plans(tensor))
+    # An average has at least four bytes, and masters are no narrower than what rests.
+    has_two = plan.is_exact and not plan.averages and plan.param_dtype is not torch.float16
+    two_bytes = [torch.bfloat16] if has_two else []
     spec = draw(specs([torch.float32, torch.float32, torch.float64, *two_bytes]))
     if plan.ways.recomputes is not None:  # torch's own checkpoint changes buffers twice, and a block in it once
-        spec = replace(spec, trunk=tuple(map(without_checkpoints, spec.trunk)))
+        spec = with_parts(spec, lambda part: replace(part, checkpointed=False))
+    if tensor > 1:
+        plan = sharing(plan)
+        shared = st.builds(Part, st.sampled_from(["mlp", "routed"]), size=st.sampled_from([2, 4, 18]))
+        spec = replace(spec, trunk=(*spec.trunk, *draw(st.lists(shared, min_size=1, max_size=2))))
+    if plan.param_dtype is not None:  # torch's takes no weights in two bytes beside buffers in four
+        spec = with_parts(spec, lambda part: replace(part, kind=part.kind.replace("batch norm", "layer norm")))
     return plan, spec
 
 
-def without_checkpoints(part: Part) -> Part:
-    return replace(part, checkpointed=False, children=tuple(map(without_checkpoints, part.children)))
+def with_parts(spec: Spec, change: Callable[[Part], Part]) -> Spec:
+    def changed(part: Part) -> Part:
+        return change(replace(part, children=tuple(map(changed, part.children))))
+
+    return replace(spec, trunk=tuple(map(changed, spec.trunk)))

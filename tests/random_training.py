@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -14,6 +15,7 @@ from random_acts import ACTS, Moment
 from random_changes import OF_DATA, OF_GRADIENTS, OF_WHAT_TRAINS, trained_by
 from random_ddp import Ddp
 from random_models import Model, Place
+from random_optimizers import SCHEDULES
 from random_plans import Micro, Plan
 
 STEPS = 3
@@ -30,6 +32,11 @@ class Training:
         self.step = 0
         self.steps_now = True  # this step calls the optimizers
         self.kept: dict[str, Any] = {}  # by acts
+        self._passes = 0  # through the micro-batches of a step
+        self._schedulers = [SCHEDULES[plan.schedule](one) for one in optimizers if plan.schedule is not None]
+        self._scaler = None
+        if plan.scale is not None:
+            self._scaler = GradScaler("cpu", init_scale=plan.scale, backoff_factor=2.0**-6, growth_interval=1)
         self._losses: list[Tensor] = []
         self._average = self._make_average() if plan.averages else None
         if plan.hook is not None:
@@ -45,7 +52,9 @@ class Training:
         seed = 100 * place.step + 10 * place.micro + place.rank
         signal = torch.randn(3, self.model.head.in_features, generator=torch.Generator().manual_seed(seed))
         # As Lightning enters it; the cache would be one for all threads.
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.plan.autocast, cache_enabled=False)
+        autocast = torch.autocast(
+            "cpu", self.plan.autocast, enabled=self.plan.autocast is not None, cache_enabled=False
+        )
         with self.engine.forward(reduces=reduces), autocast:
             return self.model(signal, place)
 
@@ -67,19 +76,39 @@ class Training:
             change = dict(enumerate(self.plan.regroups, 1)).get(self.step)
             if change is not None:
                 OF_WHAT_TRAINS[change](self.model, self.optimizers, self.rank)
-            if self.step % self.plan.clears_every == 0:
-                for optimizer in self.optimizers:
-                    optimizer.zero_grad(set_to_none=self.plan.set_to_none)
-            micros: tuple[Micro, ...] = (*self.plan.earlier_micro_batches, "sync")
-            for number, micro in enumerate(micros):
-                self._micro_batch(number, micro)
+            if self.plan.closes:
+                for optimizer in self._stepping():
+                    optimizer.step(self._closure)
+                self._end_step()
+                continue
+            self._pass()
             if self.step == self.plan.fails:
                 self.model.zero_grad()
                 if self.is_ddp:
                     self.engine.forget()
             else:
                 self._step()
+                self._end_step()
         return self.seen | self._averaged()
+
+    def _stepping(self) -> list[Optimizer]:
+        turn = [self.optimizers[self.step % len(self.optimizers)]]
+        return turn if self.plan.takes_turns else self.optimizers
+
+    def _closure(self) -> Tensor:
+        self._pass()
+        self._change_gradients()
+        return self._losses[-1].detach()
+
+    def _pass(self) -> None:
+        """All micro-batches of a step."""
+        if self.step % self.plan.clears_every == 0:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=self.plan.set_to_none)
+        micros: tuple[Micro, ...] = (*self.plan.earlier_micro_batches, "sync")
+        for number, micro in enumerate(micros):
+            self._micro_batch(number, micro)
+        self._passes += 1
 
     def _micro_batch(self, number: int, micro: Micro) -> None:
         plan, engine, is_last = self.plan, self.engine, micro == "sync"
@@ -101,10 +130,30 @@ class Training:
             looks = self._looking(loss) if plan.reads is not None and is_last else nullcontext()
             fails = self._failing() if self.step == plan.fails and last_of_all else nullcontext()
             with fails, looks, engine.backward() if plan.bracketed or self.is_ddp else nullcontext():
-                loss.backward(retain_graph=plan.shares_forward and not last_of_all)
-        self.seen[f"loss {self.step}.{number}"] = loss.detach()
+                self._scaled(loss).backward(retain_graph=plan.shares_forward and not last_of_all)
+        self.seen[f"loss {self.step}.{self._passes}.{number}"] = loss.detach()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if self._scaler is None:
+            return loss
+        at, rank = self.plan.overflows or (None, 0)
+        is_infinite = self.step == at and self.rank == rank % self.plan.world
+        return self._scaler.scale(loss) * (torch.inf if is_infinite else 1)
 
     def _step(self) -> None:
+        stepping = self._stepping()
+        if self._scaler is not None:
+            for optimizer in stepping:
+                self.engine.averages.unscale_(self._scaler, optimizer)
+        self._change_gradients()
+        for optimizer in stepping if self.steps_now else ():
+            optimizer.step() if self._scaler is None else self._scaler.step(optimizer)
+        if self._scaler is not None:
+            self._scaler.update()
+            self.seen[f"scale {self.step}"] = torch.tensor(self._scaler.get_scale())
+
+    def _change_gradients(self) -> None:
+        """What users and a Trainer do with gradients before a step."""
         plan, trained = self.plan, trained_by(self.optimizers)
         if plan.gradient_edit is not None:
             for parameter in trained:
@@ -117,14 +166,15 @@ class Training:
         if plan.reads_gradients:
             for name, parameter in self.model.named_parameters():
                 if parameter in set(trained) and parameter.grad is not None:
-                    self.seen[f"gradient {self.step} {name}"] = parameter.grad.clone()
-        for number, optimizer in enumerate(self.optimizers):
-            if self.steps_now and not (plan.takes_turns and self.step % len(self.optimizers) != number):
-                optimizer.step()
+                    self.seen[f"gradient {self._passes} {name}"] = parameter.grad.clone()
+
+    def _end_step(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
         if self._average is not None:
             self._average.update_parameters(self.model)
         self.act("after step")
-        if plan.evaluates:
+        if self.plan.evaluates:
             self.evaluate(f"evaluation {self.step}")
 
     @contextmanager

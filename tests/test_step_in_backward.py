@@ -293,6 +293,26 @@ def test_weights_are_published_once(stage: int) -> None:
     assert gathered[True] == gathered[False] > 0
 
 
+@pytest.mark.parametrize("ways", [(0, 1), (1, 0)])
+def test_ranks_that_use_different_layers_publish_the_stepped_ones_in_one_order(ways: tuple[int, int]) -> None:
+    """Each has stepped first what it has used. Threads match collectives by name: `sanitize` compares their order."""
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def act(comm: Comm) -> None:
+        model = copy.deepcopy(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = Options(bucket_bytes=64, step_in_backward=True)
+        engine = Engine(model, [optimizer], stage=2, comm=comm, options=options)
+        with engine.forward():
+            loss = model[ways[comm.rank]](torch.ones(2, 4)).square().mean()
+        with engine.backward():
+            loss.backward()
+        optimizer.step()
+        engine.close()
+
+    ThreadWorld(2, sanitize=True).run(act)
+
+
 @pytest.mark.parametrize("layer_left_out", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_that_a_user_gives_after_backward_is_refused(stage: int, layer_left_out: bool) -> None:

@@ -167,7 +167,7 @@ class PlacedSteps:
 
     def publish_stepped(self) -> None:
         """Publishes what this backward has stepped."""
-        self.publish(self._stepped)
+        self.publish(sorted(self._stepped))
 
     def _first_read(self, group: int) -> int | None:
         """Returns the use, of the next step, that waits for values that may arrive late."""

@@ -152,7 +152,7 @@ class Runner:
             self.rendezvous.end_backward()
             if self._settles_at_end and self.reductions.state is GradientState.UNSETTLED:
                 self.rendezvous.meet()
-            self.stepping.publish_stepped_in_backward()
+            self.stepping.publish_stepped_in_backward(self.latest.groups)
             if self.stepping.has_failed_in_backward:  # no call of `step` follows here, in which others meet this rank
                 self.stepping.forget_backward()
                 self.rendezvous.meet()

@@ -1,6 +1,6 @@
 """`Stepping`: the user's optimizers, which step what this rank owns, and the publishing of what they have stepped."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -134,9 +134,11 @@ class Stepping:
         stepper.step_now(mine, self._errors)
         self._in_backward.update(dict.fromkeys(mine))
 
-    def publish_stepped_in_backward(self) -> None:
-        """Publishes what this backward has stepped, at its end. Collective."""
-        groups = groups_of(self._in_backward)
+    def publish_stepped_in_backward(self, there: Iterable[ShardGroup]) -> None:
+        """Publishes which of the groups that are `there` this backward has stepped, at its end. Collective."""
+        # In one order: where ranks use different modules, each has stepped groups as they became complete there.
+        stepped = groups_of(self._in_backward)
+        groups = [group for group in there if group in stepped]
         self._lasting.drop_after_step()
         self.publish(groups, groups)
         self._tell()

@@ -53,9 +53,10 @@ class Measured:
         return cls(tuple(slots), norm_type, parts, versions_of(slots))
 
     def is_of(self, slots: Sequence[Slot], norm_type: float) -> bool:
-        """Whether measuring these gradients now would give the same."""
+        """Whether measuring these gradients now would surely give the same. Of those that rest whole, users have plain
+        tensors, whose edits through `p.grad.data` raise no version."""
         are_same = (self.norm_type, self.slots) == (norm_type, tuple(slots))
-        return are_same and self.versions == versions_of(slots)
+        return are_same and all(averaged_of(slot).is_spread for slot in slots) and self.versions == versions_of(slots)
 
     def norms(self, mesh: Mesh) -> Tensor:
         """Returns the norm of each gradient, float64 on the host. Collective where gradients are spread."""
