@@ -913,6 +913,28 @@ def test_replicas_agree_for_each_micro_batch_in_which_they_have_gradients_of_oth
         assert usual == [3, *[1] * 9]
 
 
+@pytest.mark.parametrize("without", [0, 1])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_compare_their_collectives_issue_the_same_where_one_of_them_has_no_gradients(
+    stage: int, without: int
+) -> None:
+    """All gradients fit into buckets, so that no reduction waits for another rank; compared, it would differ."""
+
+    def act(comm: Comm) -> None:
+        model = seeded(lambda: nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, given = Engine(model, [optimizer], stage=stage, comm=comm), torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            with engine.forward():
+                loss = (given if comm.rank == without else model(given)).square().mean()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+        engine.close()
+
+    ThreadWorld(2, sanitize=True).run(act)
+
+
 def test_replicas_that_compare_their_collectives_agree_for_each_micro_batch() -> None:
     with patch.object(ThreadComm, "sanitize", property(lambda _: True, lambda _, __: None), create=True):
         found = train_with_an_odd_replica(has_no_gradient, [9])

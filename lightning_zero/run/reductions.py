@@ -74,14 +74,15 @@ class Reductions:
 
     @property
     def may_wait(self) -> bool:
-        """Whether a reduction may wait for another one, and so for another rank, before backward has ended. It is asked
-        at every gradient."""
+        """Whether a reduction may wait for another one, and so for another rank, before backward has ended; or is
+        compared with what another rank issues (`sanitize`). It is asked at every gradient."""
         if self._may_wait is None:
             chunks = Counter({pool: -pool.size for pool in self.pools})
             for gradient in self.gradients:
                 if gradient.travels and not gradient.group.kind.is_idle:
                     chunks[gradient.pool] += len(gradient.group.layout.chunks)
-            in_order = any(gradient.group.comm.keeps_order for gradient in self.gradients)
+            comms = {gradient.group.comm for gradient in self.gradients}
+            in_order = any(comm.keeps_order or comm.sanitize for comm in comms)
             self._may_wait = in_order or any(more > 0 for more in chunks.values())
         return self._may_wait or self.steps is not None
 
