@@ -14,6 +14,7 @@ from compare import assert_same_bits, differing
 from lightning_zero.config import Offload
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.wire.comm import Comm
+from lightning_zero.wire.local import LocalComm
 from ranks import RankPool
 from thread_world import ThreadWorld
 from unit_jobs import WIDTH, assert_as_on_one_device, state_of, tower, x
@@ -227,3 +228,30 @@ def test_weights_that_begin_to_train_later_may_be_edited_between_steps(
         return state_of(model, engine)
 
     assert_as_on_one_device(start, act, stage, **options)
+
+
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_what_is_made_in_mid_training_rests_and_computes_in_the_param_dtype_that_was_asked_for(stage: int) -> None:
+    def train(comm: Comm) -> dict[str, torch.Tensor]:
+        model = nn.Sequential(tower())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine = Engine(model, [optimizer], stage=stage, comm=comm, options=Options(param_dtype=torch.bfloat16))
+        for step in range(3):
+            if step == 1:
+                model.append(nn.Linear(WIDTH, WIDTH))
+                nn.init.constant_(model[-1].weight, 0.1)
+                nn.init.constant_(model[-1].bias, 0.1)
+                optimizer.add_param_group({"params": [*model[-1].parameters()]})
+            with engine.forward():
+                loss = model(x(1.0 + step).bfloat16()).square().mean()
+            with engine.backward():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[-1].weight.dtype == torch.bfloat16
+        return engine.states.full_model()
+
+    found, beside = ThreadWorld(2).run(train)
+    assert_same_bits(found, beside)
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert_same_bits(found, train(LocalComm()))

@@ -126,13 +126,19 @@ def _choose_resting(module: Module, managed: Sequence[Parameter], trainable: set
                     f"and {name!r} is a DTensor, which shows one alone. Leave param_dtype out, or make the model in "
                     "that dtype (precision='bf16-true')."
                 )
-        return Resting([], {id(p): options.param_dtype for p in managed if p.is_floating_point()}, [])
+        return Resting([], _asked_dtypes(managed, options), [])
     if options.autocast_dtype is None:
         return Resting([], {}, [])
     reasons = why_not_cast(module, trainable)
     readers = readers_of(module, reasons)
     dtypes = {id(parameter): options.autocast_dtype for reader in readers for *_, parameter in reader.parameters}
     return Resting(readers, dtypes, _count_uncast(reasons))
+
+
+def _asked_dtypes(parameters: Iterable[Parameter], options: Options) -> dict[int, torch.dtype]:
+    """Returns `param_dtype` by the ids of the parameters that are to rest in it."""
+    asked = options.param_dtype
+    return {} if asked is None else {id(parameter): asked for parameter in parameters if parameter.is_floating_point()}
 
 
 def _count_uncast(reasons: Mapping[Module, str | None]) -> list[Uncast]:
@@ -241,6 +247,7 @@ def add(newly: Mapping[str, Parameter], pools: Iterable[BucketPool], setting: Se
     for group in trains_now:
         group.begin_training(is_offloaded=any(id(slot.parameter) in offloaded for slot in group.slots))
     others = {name: parameter for name, parameter in newly.items() if slot_of(parameter) is None}
-    kinds = units.split_by_kind(others, trainable, {}, offloaded, as_declared=True)
+    asked = _asked_dtypes(others.values(), options)
+    kinds = units.split_by_kind(others, trainable, asked, offloaded, as_declared=options.param_dtype is None)
     groups = _make_groups(next(iter(others), ""), kinds, setting, stays_full=True)
     return Addition(groups, *_make_gradients([*trains_now, *groups], setting, options, pools))
