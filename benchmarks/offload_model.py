@@ -261,7 +261,7 @@ def engine_of(
 
     def step() -> None:
         forward_and_backward()
-        engine.averages.clip_by_norm_(optimizer, 1.0)
+        engine.gradients.clip_by_norm_(optimizer, 1.0)
         optimizer.step()
 
     return step, forward_and_backward, engine.catch_up

@@ -123,7 +123,7 @@ def offloaded(options: argparse.Namespace, offload: Offload) -> Callable[[], Cos
     def step() -> Cost:
         with engine.backward():
             sum((parameter * 0.1).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-        engine.averages.slots_with_gradients(optimizer)
+        engine.gradients.slots_with_gradients(optimizer)
 
         def both() -> None:
             optimizer.step()

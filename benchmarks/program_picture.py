@@ -84,7 +84,7 @@ def program_of(stage: int, *, clips: bool = False, **options: Any) -> Program:
         with engine.backward():
             loss.backward()
         if clips:
-            engine.averages.clip_by_norm_(optimizer, 1.0)
+            engine.gradients.clip_by_norm_(optimizer, 1.0)
             engine.runner.expect_step()
         optimizer.step()
         optimizer.zero_grad()

@@ -128,7 +128,7 @@ def train(
         with engine.backward():
             loss.backward()
         if options.clip:
-            engine.averages.clip_by_norm_(optimizer, 1.0)
+            engine.gradients.clip_by_norm_(optimizer, 1.0)
 
     def step() -> None:
         optimizer.step()

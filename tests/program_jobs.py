@@ -208,14 +208,14 @@ def train(
                 with engine.backward():
                     (scaler.scale(loss) if scales else loss).backward()
             if micro + 1 == clips_after:
-                engine.averages.clip_by_norm_(optimizer, 1.0)
+                engine.gradients.clip_by_norm_(optimizer, 1.0)
             if looks is not None and micro + 1 == (looks_after or micros):
                 looks(engine)
         if scales:
-            engine.averages.unscale_(scaler, optimizer)
+            engine.gradients.unscale_(scaler, optimizer)
             scaler.update()
         if clips:
-            engine.averages.clip_by_norm_(optimizer, 1.0)
+            engine.gradients.clip_by_norm_(optimizer, 1.0)
             if at_once:
                 engine.runner.expect_step()
         optimizer.step()

@@ -150,7 +150,7 @@ class Ddp:
         return before + average if self.plan.averages_first and before is not None else average
 
     @property
-    def averages(self) -> Any:
+    def gradients(self) -> Any:
         return self
 
     def clip_by_norm_(self, parameters: Any, max_norm: float) -> None:

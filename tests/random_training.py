@@ -144,7 +144,7 @@ class Training:
         stepping = self._stepping()
         if self._scaler is not None:
             for optimizer in stepping:
-                self.engine.averages.unscale_(self._scaler, optimizer)
+                self.engine.gradients.unscale_(self._scaler, optimizer)
         self._change_gradients()
         for optimizer in stepping if self.steps_now else ():
             optimizer.step() if self._scaler is None else self._scaler.step(optimizer)
@@ -161,8 +161,8 @@ class Training:
                     OF_GRADIENTS[plan.gradient_edit](parameter.grad)
         self.act("before step")
         if plan.clip is not None:
-            averages, (how, limit) = self.engine.averages, plan.clip
-            {"norm": averages.clip_by_norm_, "value": averages.clip_by_value_}[how](trained, limit)
+            gradients, (how, limit) = self.engine.gradients, plan.clip
+            {"norm": gradients.clip_by_norm_, "value": gradients.clip_by_value_}[how](trained, limit)
         if plan.reads_gradients:
             for name, parameter in self.model.named_parameters():
                 if parameter in set(trained) and parameter.grad is not None:

@@ -609,7 +609,7 @@ def train(
                 with engine.backward():
                     penalty.backward()
         if scaler.is_enabled():
-            engine.averages.unscale_(scaler, made)
+            engine.gradients.unscale_(scaler, made)
         if step == 1 and event == "gradients are summed by users":
             works = [dist.all_reduce(parameter.grad, async_op=True) for parameter in model.parameters()]
             for work in works:
@@ -619,7 +619,7 @@ def train(
                 assert parameter.grad is not None
                 parameter.grad.mul_(0.5)
         if clips:
-            engine.averages.clip_by_norm_(made, 0.1)
+            engine.gradients.clip_by_norm_(made, 0.1)
         scaler.step(made)
         scaler.update()
         if isinstance(rate := made.param_groups[0].get("lr"), torch.Tensor):

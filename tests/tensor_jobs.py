@@ -163,9 +163,9 @@ def train(make: Maker, tensor: int, stage: int, *, accumulate: int = 1, clip: st
                     loss.backward()
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).item())
+            run.grad_norms.append(engine.gradients.clip_by_norm_(optimizer, 0.5).item())
         if clip == "value":
-            engine.averages.clip_by_value_(optimizer, 0.01)
+            engine.gradients.clip_by_value_(optimizer, 0.01)
         optimizer.step()
     run.optimizer = engine.states.full_optimizer(optimizer)
     engine.close()
@@ -210,9 +210,9 @@ def what_users_see(tensor: int, stage: int, *, sequence: bool) -> dict[str, Any]
         "placements": all(
             p.grad.placements == p.placements for p in named.values() if isinstance(p, DTensor) and p.grad is not None
         ),
-        "full_grad": {name: engine.averages.full(parameter) for name, parameter in named.items()},
-        "norms": engine.averages.norms(),
-        "largest": engine.averages.norms(float("inf")),
+        "full_grad": {name: engine.gradients.full(parameter) for name, parameter in named.items()},
+        "norms": engine.gradients.norms(),
+        "largest": engine.gradients.norms(float("inf")),
         "repr": repr(named["blocks.0.up.weight"]),
     }
     with torch.no_grad():
@@ -326,7 +326,7 @@ def overflow_on_one(stage: int) -> dict[str, Any]:
     scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**4), {}
     for number, last in enumerate((float("inf"), 1.0)):
         scaler.scale((model(torch.ones(1, 4)) * torch.tensor([1.0, 1.0, 1.0, last])).sum()).backward()
-        found[f"overflow {number}"] = engine.averages.unscale_(scaler, optimizer).ranks
+        found[f"overflow {number}"] = engine.gradients.unscale_(scaler, optimizer).ranks
         scaler.step(optimizer)
         scaler.update()
         found[f"scale {number}"] = scaler.get_scale()
@@ -414,7 +414,7 @@ def gradients_of_gpt(tensor: int, stage: int, *, sequence: bool, tie_head: bool)
     engine = Engine(model, [torch_sgd(model)[0]], stage=stage, comm=comm, options=options)
     loss = loss_of_gpt(model, comm.rank // tensor)
     loss.backward()
-    found = {name: engine.averages.full(parameter) for name, parameter in model.named_parameters()}
+    found = {name: engine.gradients.full(parameter) for name, parameter in model.named_parameters()}
     engine.close()
     return loss.item(), {name: grad for name, grad in found.items() if grad is not None}
 

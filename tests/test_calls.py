@@ -321,7 +321,7 @@ def clip(model: Any, engine: Engine, optimizer: Any, path: Path, comm: Comm) -> 
         loss = model(x()).square().mean()
     with engine.backward():
         loss.backward()
-    engine.averages.clip_by_norm_(optimizer, 1.0)
+    engine.gradients.clip_by_norm_(optimizer, 1.0)
 
 
 @pytest.mark.parametrize("use", [save, clip])

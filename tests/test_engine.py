@@ -51,9 +51,9 @@ def train(
         loss.backward()
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).item())
+            run.grad_norms.append(engine.gradients.clip_by_norm_(optimizer, 0.5).item())
         if clip == "value":
-            engine.averages.clip_by_value_(optimizer, 0.01)
+            engine.gradients.clip_by_value_(optimizer, 0.01)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

@@ -253,7 +253,7 @@ def tower_on_gpu(
         with engine.backward():
             loss.backward()
         if "step_in_backward" not in options:
-            engine.averages.clip_by_norm_(optimizer, 0.5)
+            engine.gradients.clip_by_norm_(optimizer, 0.5)
         optimizer.step()
         losses.append(loss.item())
     engine.catch_up()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from compare import assert_same_bits
 from lightning_zero import Offload
 from lightning_zero.run.engine import Engine, Options
-from lightning_zero.run.gradient import ShardedGradient
+from lightning_zero.run.sharded_gradient import ShardedGradient
 from lightning_zero.wire.comm import Comm
 from models import assorted, clone, loss_of, seeded, sgd
 from thread_world import ThreadWorld
@@ -75,7 +75,7 @@ def test_grad_reads_as_ddps_average_in_full_shape(stage: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 assert parameter.grad.shape == parameter.shape
-                assert torch.equal(engine.averages.full(parameter), expected[name]), name
+                assert torch.equal(engine.gradients.full(parameter), expected[name]), name
         assert isinstance(model.norm.weight.grad, ShardedGradient) == (stage > 0)
 
     on_two_ranks(stage, act)
@@ -186,7 +186,7 @@ def test_a_backward_that_is_not_reduced_adds_to_the_average_before_it(
                 for name, parameter in model.named_parameters():
                     if parameter.grad is not None:
                         found[f"{name}.grad {step}"] = parameter.grad.clone()
-                        assert torch.equal(engine.averages.full(parameter), found[f"{name}.grad {step}"])
+                        assert torch.equal(engine.gradients.full(parameter), found[f"{name}.grad {step}"])
             optimizer.step()
         check_program(engine)
         return found | engine.states.full_model()
@@ -226,7 +226,7 @@ def test_measuring_gradients_leaves_what_the_next_backward_is_to_reduce(stage: i
         loss_of(model, comm.rank, 0).backward()
         with engine.no_sync():
             loss_of(model, comm.rank, 1).backward()
-        engine.averages.norms()
+        engine.gradients.norms()
         loss_of(model, comm.rank, 2).backward()
         assert_grads(model, average(0, 1, 2))
 
@@ -246,7 +246,7 @@ def test_what_users_do_with_such_a_gradient_is_stepped(stage: int, ends: str) ->
             if is_averaged:
                 average_by_hand(model, comm)
             if ends == "clipped":
-                engine.averages.clip_by_norm_(optimizer, 0.05)
+                engine.gradients.clip_by_norm_(optimizer, 0.05)
             for parameter in () if is_averaged else model.parameters():
                 if parameter.grad is not None and ends == "edited by a view":
                     parameter.grad.view(-1).fill_(0.5)
@@ -336,7 +336,7 @@ def edit_by_views(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> Non
 
 
 def clip(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
-    engine.averages.clip_by_norm_(optimizer, 0.5)
+    engine.gradients.clip_by_norm_(optimizer, 0.5)
 
 
 def read_on_rank_0(model: Any, engine: Engine, optimizer: Any, comm: Comm) -> None:
@@ -421,8 +421,8 @@ def test_what_a_rank_makes_of_accumulated_gradients_is_averaged_where_the_last_b
         model.unused.bias.grad = model.unused.bias.grad / 4  # 1/4 and 2/4
         with engine.forward():
             model.norm(torch.ones(1, 10)).sum().backward()
-        torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.375))
-        torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 1.5))
+        torch.testing.assert_close(engine.gradients.full(model.unused.bias), torch.full((5,), 0.375))
+        torch.testing.assert_close(engine.gradients.full(model.unused.weight), torch.full((5, 3), 1.5))
 
     on_two_ranks(stage, act)
 
@@ -436,7 +436,7 @@ def test_accumulated_gradients_that_have_changed_places_are_added_to_where_they_
         first.grad, second.grad = second.grad, first.grad
         with engine.backward():
             (4 * first.sum() + 4 * second.sum()).backward()
-        assert [float(engine.averages.full(p)[0]) for p in (first, second)] == [6.0, 5.0]
+        assert [float(engine.gradients.full(p)[0]) for p in (first, second)] == [6.0, 5.0]
 
     on_two_ranks(stage, act)
 
@@ -475,7 +475,7 @@ def test_a_hook_on_an_accumulated_gradient_finds_the_average_in_it_and_changes_b
         seen: list[float] = []
         with engine.backward():
             (2 * weight.sum()).backward()
-        engine.averages.full(weight)
+        engine.gradients.full(weight)
         if leaves == "zeros":
             optimizer.zero_grad(set_to_none=False)
         elif leaves == "what has accumulated":
@@ -487,11 +487,11 @@ def test_a_hook_on_an_accumulated_gradient_finds_the_average_in_it_and_changes_b
         with engine.backward():
             (8 * weight.sum() * (1 + comm.rank)).backward()
         hook.remove()
-        found = engine.averages.full(weight)
+        found = engine.gradients.full(weight)
         assert found is None if how is drop else torch.equal(found, torch.full_like(found, (before + 12) / 2))
         optimizer.zero_grad(set_to_none=how is drop)
         (8 * weight.sum() * (1 + comm.rank)).backward()
-        assert torch.equal(engine.averages.full(weight), torch.full_like(weight, 12.0))
+        assert torch.equal(engine.gradients.full(weight), torch.full_like(weight, 12.0))
         assert seen == [before + 8.0 * (1 + comm.rank), 8.0 * (1 + comm.rank)]
 
     on_two_ranks(stage, act)
@@ -519,13 +519,13 @@ def test_what_is_edited_after_a_backward_that_only_accumulates_is_each_ranks_own
         own = [(2 + more) / 2 for more in added]
         assert torch.equal(weight.grad.clone(), torch.full_like(weight, own[comm.rank]))
         run(4)
-        assert torch.equal(engine.averages.full(weight), torch.full_like(weight, sum(own) / 2 + 4))
+        assert torch.equal(engine.gradients.full(weight), torch.full_like(weight, sum(own) / 2 + 4))
         with engine.no_sync():
             run(added[comm.rank])
         optimizer.zero_grad(set_to_none=False)
         how(weight)
         run(4)
-        assert torch.equal(engine.averages.full(weight), torch.full_like(weight, 4))
+        assert torch.equal(engine.gradients.full(weight), torch.full_like(weight, 4))
 
     on_two_ranks(stage, act)
 
@@ -543,7 +543,7 @@ def test_a_view_of_a_gradient_that_only_accumulates_shows_and_takes_edits_until_
         first.grad.add_(1)
         assert float(views[0][0]) == 2 + 4 * comm.rank + 4
         (4 * first.sum() + 4 * second.sum()).backward()
-        assert [float(engine.averages.full(p)[0]) for p in (first, second)] == [8 + 4, 1 + 4]
+        assert [float(engine.gradients.full(p)[0]) for p in (first, second)] == [8 + 4, 1 + 4]
 
     on_two_ranks(stage, act)
 
@@ -577,7 +577,7 @@ def test_making_zeros_of_gradients_gathers_none(stage: int, at_once: bool) -> No
             assert not any(bool(p.grad.any()) for p in (weight, other))
         with engine.forward(), engine.backward():
             (2 * weight.sum()).backward()
-        assert [float(engine.averages.full(p)[0]) for p in (weight, other)] == [2, 0]
+        assert [float(engine.gradients.full(p)[0]) for p in (weight, other)] == [2, 0]
 
     on_two_ranks(stage, act)
 
@@ -592,7 +592,7 @@ def test_gradients_that_users_average_by_hand_are_unscaled_and_stepped(stage: in
                 scaler.scale(loss_of(model, comm.rank, step)).backward()
             if by_hand:
                 average_by_hand(model, comm)
-            assert engine.averages.unscale_(scaler, optimizer).ranks == []
+            assert engine.gradients.unscale_(scaler, optimizer).ranks == []
             scaler.step(optimizer)
             scaler.update()
         check_program(engine)
@@ -612,9 +612,9 @@ def test_gradients_that_have_only_accumulated_are_read_as_this_ranks_own(stage: 
         with engine.no_sync():
             loss_of(model, comm.rank, 1).backward()
         loss_of(alone, comm.rank, 1).backward()
-        norms = engine.averages.norms()
+        norms = engine.gradients.norms()
         for (name, parameter), own in zip(model.named_parameters(), alone.parameters(), strict=True):
-            found = engine.averages.full(parameter)
+            found = engine.gradients.full(parameter)
             assert (found is None) == (own.grad is None) == (name not in norms)
             if found is not None:
                 assert torch.equal(found, own.grad)
@@ -633,7 +633,7 @@ def test_clipping_gradients_that_have_only_accumulated_reduces_none(stage: int) 
             optimizer.zero_grad()
             with engine.no_sync():
                 loss_of(model, comm.rank, step).backward()
-            engine.averages.clip_by_norm_(optimizer, 0.5)
+            engine.gradients.clip_by_norm_(optimizer, 0.5)
             loss_of(model, comm.rank, 2 + step).backward()
             optimizer.step()
         check_program(engine)
@@ -678,7 +678,7 @@ def test_a_parameter_used_on_one_rank_only_counts_as_zero_on_the_other(stage: in
             loss = loss + model.unused(x).sum()
         loss.backward()
         if stage < 3:
-            torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
+            torch.testing.assert_close(engine.gradients.full(model.unused.bias), torch.full((5,), 0.5))
             assert_grads(
                 model, average(0) | {"unused.bias": torch.full((5,), 0.5), "unused.weight": torch.full((5, 3), 0.5)}
             )
@@ -703,7 +703,7 @@ def test_a_rank_that_leaves_a_parameter_out_adds_nothing_of_what_was_cleared(sta
             for micro in range(2):
                 with nullcontext() if micro else engine.accumulating(), engine.forward():
                     model.unused(x).sum().backward()
-            torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 2.0))
+            torch.testing.assert_close(engine.gradients.full(model.unused.bias), torch.full((5,), 2.0))
             optimizer.step()
             optimizer.zero_grad()
             with engine.forward():
@@ -711,8 +711,8 @@ def test_a_rank_that_leaves_a_parameter_out_adds_nothing_of_what_was_cleared(sta
                 if comm.rank == user:
                     loss = loss + model.unused(x).sum()
             loss.backward()
-            torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
-            torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 0.5))
+            torch.testing.assert_close(engine.gradients.full(model.unused.bias), torch.full((5,), 0.5))
+            torch.testing.assert_close(engine.gradients.full(model.unused.weight), torch.full((5, 3), 0.5))
             optimizer.zero_grad()
 
     on_two_ranks(stage, act, accumulation=accumulation)
@@ -737,11 +737,11 @@ def test_a_rank_that_leaves_a_parameter_out_contributes_what_its_user_has_put_in
                 loss = loss + model.unused(torch.ones(1, 3)).sum()
         loss.backward()
         torch.testing.assert_close(model.unused.bias.grad + 0, torch.full((5,), 3.5))
-        torch.testing.assert_close(engine.averages.full(model.unused.weight), torch.full((5, 3), 3.5))
+        torch.testing.assert_close(engine.gradients.full(model.unused.weight), torch.full((5, 3), 3.5))
         model.unused.bias.grad = torch.full((5,), 2.0)
         model.norm(torch.ones(1, 10)).sum().backward()  # no rank uses it
         torch.testing.assert_close(model.unused.bias.grad + 0, torch.full((5,), 2.0))
-        torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 2.0))
+        torch.testing.assert_close(engine.gradients.full(model.unused.bias), torch.full((5,), 2.0))
 
     on_two_ranks(stage, act, accumulation=accumulation)
 
@@ -760,8 +760,8 @@ def test_what_is_cleared_between_two_micro_batches_counts_no_more(stage: int, ac
             if comm.rank == 1:
                 loss = loss + model.unused(torch.ones(1, 3)).sum()
         loss.backward()
-        torch.testing.assert_close(engine.averages.full(model.unused.bias), torch.full((5,), 0.5))
-        assert engine.averages.full(model.blocks[0].up.weight) is None
+        torch.testing.assert_close(engine.gradients.full(model.unused.bias), torch.full((5,), 0.5))
+        assert engine.gradients.full(model.blocks[0].up.weight) is None
 
     on_two_ranks(stage, act, accumulation=accumulation)
 
@@ -772,7 +772,7 @@ def test_gradients_are_left_after_a_fit_where_no_rank_has_dropped_them(stage: in
         model(x()).square().mean().backward()
         if comm.rank == 1:
             model[0][0].weight.grad = None
-        left = engine.averages.whole_on_host()
+        left = engine.gradients.whole_on_host()
         return [name for name, parameter in model.named_parameters() if parameter not in left]
 
     assert on_engine(tower(), act, stage) == [["0.0.weight"]] * 2
@@ -1056,7 +1056,7 @@ def test_one_rank_may_look_alone_before_all_edit_gradients_and_read_them_again(s
             weight.grad = torch.full_like(weight, 0.5)
         else:
             optimizer.zero_grad(set_to_none=False)
-        return [weight.grad + 0, engine.averages.full(weight)]
+        return [weight.grad + 0, engine.gradients.full(weight)]
 
     edited = {"in place": 0.5 * expected, "given": torch.full_like(expected, 0.5), "zeroed": 0 * expected}[act_on]
     for found in on_two_ranks(stage, act, merges_units=False):
@@ -1089,7 +1089,7 @@ def test_one_rank_may_still_read_a_gradient_alone_that_the_others_are_about_to_e
         else:
             for name, parameter in having.items():
                 parameter.grad = 0.5 * expected[name]
-        after = {f"{name} after": engine.averages.full(parameter) for name, parameter in having.items()}
+        after = {f"{name} after": engine.gradients.full(parameter) for name, parameter in having.items()}
         return read | after
 
     for found in on_two_ranks(stage, act, merges_units=False):
@@ -1110,7 +1110,7 @@ def test_a_gradient_that_one_rank_reads_alone_after_a_change_is_that_of_its_back
         weight = model[1][0].weight
         backward(model, engine, scale=1.0)
         if changes == "clip":
-            engine.averages.clip_by_norm_(optimizer, 1e-3)
+            engine.gradients.clip_by_norm_(optimizer, 1e-3)
         else:
             optimizer.step()
         on_all, found = weight.grad.clone(), None
@@ -1168,9 +1168,9 @@ def test_what_a_rank_has_added_to_an_average_it_clips_for_itself(stage: int, how
         with engine.no_sync():
             loss_of(model, comm.rank, 1).backward()
         if how == "by norm":
-            engine.averages.clip_by_norm_(optimizer, 0.05)
+            engine.gradients.clip_by_norm_(optimizer, 0.05)
         else:
-            engine.averages.clip_by_value_(optimizer, 1e-3)
+            engine.gradients.clip_by_value_(optimizer, 1e-3)
         clipped = {f"{name} clipped": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         loss_of(model, comm.rank, 2).backward()
         return clipped | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

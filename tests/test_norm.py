@@ -37,7 +37,7 @@ def measure(norm_type: float, bucket_bytes: int | None = None) -> Any:
         if engine is None:
             flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
             return float(torch.linalg.vector_norm(flat, norm_type))
-        slots = engine.averages.slots_with_gradients(optimizer)
+        slots = engine.gradients.slots_with_gradients(optimizer)
         return float(norm.Measured.of(slots, norm_type).total_norm(engine.mesh))
 
     return act
@@ -81,7 +81,7 @@ def test_a_gradient_that_is_not_finite_shows_on_every_rank(stage: int, bad: floa
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> Tensor:
         loss = model(x()).square().mean()
         (loss * bad if comm.rank == 1 else loss).backward()
-        slots = engine.averages.slots_with_gradients(optimizer)
+        slots = engine.gradients.slots_with_gradients(optimizer)
         measured = norm.Measured.of(slots)
         overflows.append(measured.overflow(comm))
         largest = norm.Measured.of(slots, math.inf)
@@ -100,10 +100,10 @@ def test_gradients_below_the_bound_are_left_alone_and_those_above_are_scaled_to_
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> None:
         model(x()).square().mean().backward()
         before = {name: p.grad.clone() for name, p in model.named_parameters()}
-        total = engine.averages.clip_by_norm_(optimizer, 1e6)
+        total = engine.gradients.clip_by_norm_(optimizer, 1e6)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.grad.clone(), before[name])
-        engine.averages.clip_by_norm_(optimizer, float(total) / 4)
+        engine.gradients.clip_by_norm_(optimizer, float(total) / 4)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad.clone(), before[name] / 4, rtol=1e-5, atol=0)
 
@@ -124,13 +124,13 @@ def test_a_norm_is_measured_anew_where_gradients_were_edited_since_they_were_uns
         if engine is None:
             scaler.unscale_(optimizer)
         else:
-            engine.averages.unscale_(scaler, optimizer)
+            engine.gradients.unscale_(scaler, optimizer)
         for parameter in model.parameters():
             (parameter.grad if raises_version else parameter.grad.data).mul_(100)
         if engine is None:
             total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         else:
-            total = engine.averages.clip_by_norm_(optimizer, 0.5)
+            total = engine.gradients.clip_by_norm_(optimizer, 0.5)
         return {"norm": total, **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
     expected = on_one_device(tower(), act)
@@ -153,10 +153,10 @@ def test_a_norm_is_that_of_its_own_step_and_a_whole_gradient_that_was_given_is_t
                 norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)))
             else:
                 if step == 0:
-                    engine.averages.unscale_(scaler, optimizer)
+                    engine.gradients.unscale_(scaler, optimizer)
                 for parameter in model.parameters():
-                    engine.averages.full(parameter).zero_()
-                norms.append(float(engine.averages.clip_by_norm_(optimizer, math.inf)))
+                    engine.gradients.full(parameter).zero_()
+                norms.append(float(engine.gradients.clip_by_norm_(optimizer, math.inf)))
             optimizer.step()
         return norms
 
@@ -172,7 +172,7 @@ def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
         if engine is None:
             torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         else:
-            engine.averages.clip_by_value_(optimizer, 1e-3)
+            engine.gradients.clip_by_value_(optimizer, 1e-3)
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     expected = on_one_device(tower(), act)
@@ -184,7 +184,7 @@ def test_values_are_clamped_as_torch_clamps_them(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_gradients_the_norm_is_zero(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm) -> Tensor:
-        return engine.averages.clip_by_norm_(optimizer, 1.0)
+        return engine.gradients.clip_by_norm_(optimizer, 1.0)
 
     assert on_engine(tower(), act, stage) == [torch.tensor(0.0)] * 2
 
@@ -205,7 +205,7 @@ def test_complex_gradients_count_by_their_magnitude(stage: int) -> None:
         model(x()).square().mean().backward()
         if engine is None:
             return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        return float(engine.averages.clip_by_norm_(optimizer, 0.1))
+        return float(engine.gradients.clip_by_norm_(optimizer, 0.1))
 
     start = seeded(Waves)
     assert on_engine(start, act, stage) == [pytest.approx(on_one_device(start, act), rel=1e-6)] * 2
@@ -251,8 +251,8 @@ def measure_after_a_verdict(stage: int) -> list[float]:
         optimizer.zero_grad()
         (factor * model(x()).square().mean()).backward()
         if factor == 1.0:
-            engine.averages.unscale_(scaler, optimizer)
-        norms.append(float(engine.averages.clip_by_norm_(optimizer, 1e9)))
+            engine.gradients.unscale_(scaler, optimizer)
+        norms.append(float(engine.gradients.clip_by_norm_(optimizer, 1e9)))
     engine.close()
     return norms
 
@@ -268,9 +268,9 @@ def test_a_gradient_that_is_listed_twice_counts_and_is_scaled_once(stage: int) -
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
         parameters = [*model.parameters()]
         model(x()).square().mean().backward()
-        total = engine.averages.clip_by_norm_(parameters, math.inf)
-        assert engine.averages.clip_by_norm_([*parameters, *parameters], float(total) / 2) == total
-        assert float(engine.averages.clip_by_norm_(parameters, math.inf)) == pytest.approx(float(total) / 2, rel=1e-5)
+        total = engine.gradients.clip_by_norm_(parameters, math.inf)
+        assert engine.gradients.clip_by_norm_([*parameters, *parameters], float(total) / 2) == total
+        assert float(engine.gradients.clip_by_norm_(parameters, math.inf)) == pytest.approx(float(total) / 2, rel=1e-5)
 
     on_engine(tower(), act, stage)
 
@@ -280,9 +280,9 @@ def test_a_norm_of_what_has_only_accumulated_is_in_fp32_and_may_be_refused_as_an
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
         with engine.no_sync():
             model(x().double()).square().mean().mul(math.nan).backward()
-        assert engine.averages.clip_by_norm_(model.parameters(), math.inf).dtype == torch.float32
+        assert engine.gradients.clip_by_norm_(model.parameters(), math.inf).dtype == torch.float32
         with pytest.raises(RuntimeError, match="non-finite"):
-            engine.averages.clip_by_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            engine.gradients.clip_by_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
     on_engine(tower().double(), act, stage)
 
@@ -290,7 +290,7 @@ def test_a_norm_of_what_has_only_accumulated_is_in_fp32_and_may_be_refused_as_an
 def test_the_norm_type_that_is_asked_for_is_the_one_that_is_clipped_by() -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> float:
         model(x()).square().mean().backward()
-        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.averages.clip_by_norm_
+        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.gradients.clip_by_norm_
         return float(clip(model.parameters(), 1.0, norm_type=math.inf))
 
     assert on_engine(tower(), act, 2) == [on_one_device(tower(), act)] * 2
@@ -306,8 +306,8 @@ def test_gradients_of_a_small_loss_are_unscaled_and_clipped_by_the_type_that_is_
         if engine is None:
             scaler.unscale_(optimizer)
         else:
-            engine.averages.unscale_(scaler, optimizer)
-        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.averages.clip_by_norm_
+            engine.gradients.unscale_(scaler, optimizer)
+        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.gradients.clip_by_norm_
         largest = float(clip(model.parameters(), 1e9, norm_type=math.inf))
         return largest, float(clip(model.parameters(), 1e9))
 
@@ -320,7 +320,7 @@ def test_a_gradient_that_is_no_number_makes_all_that_are_clipped_none_as_in_torc
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> bool:
         first = next(model.parameters())
         (model(x()).square().mean() + math.nan * first.flatten()[0]).backward()
-        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.averages.clip_by_norm_
+        clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.gradients.clip_by_norm_
         assert math.isnan(clip(model.parameters(), 1.0))
         return all(p.grad.isnan().all() for p in model.parameters() if p.grad is not None)
 
@@ -334,7 +334,7 @@ def test_a_gradient_that_has_only_accumulated_is_read_as_a_copy(stage: int) -> N
         weight = next(model.parameters())
         with engine.no_sync():
             model(x()).square().mean().backward()
-        engine.averages.full(weight).zero_()
+        engine.gradients.full(weight).zero_()
         assert weight.grad.any()
 
     on_engine(tower(), act, stage)
@@ -344,7 +344,7 @@ def test_a_gradient_that_has_only_accumulated_is_read_as_a_copy(stage: int) -> N
 def test_gradients_are_left_in_the_dtype_of_their_parameters(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
         model(x().to(torch.bfloat16)).square().mean().backward()
-        left = engine.averages.whole_on_host()
+        left = engine.gradients.whole_on_host()
         assert {grad.dtype for grad in left.values()} == {torch.bfloat16}
 
     on_engine(tower().to(torch.bfloat16), act, stage)
@@ -355,6 +355,6 @@ def test_an_overflow_is_told_of_the_ranks_of_all_replicas(stage: int) -> None:
     def act(model: Any, engine: Any, optimizer: Any, comm: Comm | None) -> None:
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(model(x()).square().mean() * math.nan).backward()
-        assert engine.averages.unscale_(scaler, optimizer).ranks == [0, 1, 2, 3]
+        assert engine.gradients.unscale_(scaler, optimizer).ranks == [0, 1, 2, 3]
 
     on_engine(tower(), act, stage, world=4, replicate_size=2)

@@ -151,9 +151,9 @@ def train(
             look(optimizer, model, seen)
         run.losses.append(loss.item())
         if clip == "norm":
-            run.grad_norms.append(engine.averages.clip_by_norm_(optimizer, 0.5).item())
+            run.grad_norms.append(engine.gradients.clip_by_norm_(optimizer, 0.5).item())
         if clip == "value":
-            engine.averages.clip_by_value_(optimizer, 0.01)
+            engine.gradients.clip_by_value_(optimizer, 0.01)
         optimizer.step()
         if looks:
             look(optimizer, model, seen)
@@ -658,7 +658,7 @@ def test_at_stage_2_a_layer_waits_for_its_own_weights_alone() -> None:
         lambda run: run.optimizer.state_dict(),
         lambda run: list(run.optimizer.state.values()),
         lambda run: run.engine.states.full_model(),
-        lambda run: run.engine.averages.clip_by_norm_(run.optimizer, 1.0),
+        lambda run: run.engine.gradients.clip_by_norm_(run.optimizer, 1.0),
         lambda run: run.step(),
     ],
     ids=["state_dict", "state", "model", "clip", "next step"],

@@ -154,7 +154,7 @@ def test_weights_used_by_another_module_get_the_right_gradient(stage: int, dtype
         for each in (model, plain):
             each.zero_grad()
             nn.functional.linear(x, each.blocks[0]["up"].weight).square().mean().backward()
-        found = engine.averages.full(model.blocks[0]["up"].weight)
+        found = engine.gradients.full(model.blocks[0]["up"].weight)
         assert found is not None
         assert torch.equal(found, plain.blocks[0]["up"].weight.grad)  # the same data on both ranks: the mean is it
 

@@ -180,7 +180,7 @@ def test_a_step_of_manual_optimization_is_taken_though_its_closure_returns_nothi
     stepped: list[Any] = []
     scaler = SimpleNamespace(step=stepped.append, update=lambda: None, get_scale=lambda: 8.0)
     plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")))
-    plugin.begin_run(SimpleNamespace(closed=False, averages=SimpleNamespace(unscale_=lambda *_: overflow)), 20)
+    plugin.begin_run(SimpleNamespace(closed=False, gradients=SimpleNamespace(unscale_=lambda *_: overflow)), 20)
     plugin.scaler, plugin._after_closure = scaler, lambda *_: None
     module = SimpleNamespace(automatic_optimization=False, trainer=SimpleNamespace(global_step=3))
     plugin.optimizer_step("optimizer", module, lambda: None)

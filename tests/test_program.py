@@ -88,9 +88,9 @@ LOOKS: dict[str, dict[str, Any]] = {
     "whether there are any": {"looks": program_jobs.ask_for_gradients},
     "one, and another one": {"looks": lambda engine: [program_jobs.read_gradient(engine) for _ in range(2)]},
     "one, then clipped": {"looks": program_jobs.read_gradient, "clips": True},
-    "the norm of each": {"looks": lambda engine: engine.averages.norms()},
+    "the norm of each": {"looks": lambda engine: engine.gradients.norms()},
     "the norm of each, scaled and clipped": {
-        "looks": lambda engine: engine.averages.norms(),
+        "looks": lambda engine: engine.gradients.norms(),
         "scales": True,
         "clips": True,
     },
@@ -232,7 +232,7 @@ def test_a_program_has_what_follows_an_evaluation_in_the_middle_of_a_step(when: 
             if evaluates and when == "before the step":
                 evaluate(model, engine)
             if clips:
-                engine.averages.clip_by_norm_(optimizer, 0.1)
+                engine.gradients.clip_by_norm_(optimizer, 0.1)
             optimizer.step()
             programs.append(engine.program())
 

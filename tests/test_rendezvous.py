@@ -369,7 +369,7 @@ def messages_of_steps(
                     with engine.backward():
                         loss.backward()
             if clips:
-                engine.averages.clip_by_norm_(optimizer, 0.1)
+                engine.gradients.clip_by_norm_(optimizer, 0.1)
             optimizer.step()
             optimizer.zero_grad()
             sent = issued_in(engine) - before
@@ -1104,7 +1104,7 @@ def test_a_round_that_spans_micro_batches_keeps_the_bits_whatever_user_code_does
                 with engine.accumulating() if accumulates else nullcontext():
                     loss.backward()
             if clips and engine is not None:
-                engine.averages.clip_by_value_(optimizer, 0.01)
+                engine.gradients.clip_by_value_(optimizer, 0.01)
             elif clips:
                 torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
             optimizer.step()
@@ -1332,7 +1332,7 @@ def test_ranks_that_start_to_reduce_without_asking_keep_the_bits_of_those_that_a
             elif place >= first and before == "a weight":
                 model[1].weight.norm().item()
             if clips:
-                engine.averages.clip_by_norm_(optimizer, 0.1)
+                engine.gradients.clip_by_norm_(optimizer, 0.1)
             optimizer.step()
             if before != "keeps gradients":
                 optimizer.zero_grad()

@@ -131,10 +131,10 @@ def test_what_does_not_step_in_backward_is_refused_at_set_up(stage: int, optimiz
 @pytest.mark.parametrize(
     ("ask", "what"),
     [
-        (lambda engine, optimizer: engine.averages.clip_by_norm_(optimizer, 1.0), "clipping"),
-        (lambda engine, optimizer: engine.averages.clip_by_value_(optimizer, 1.0), "clipping"),
+        (lambda engine, optimizer: engine.gradients.clip_by_norm_(optimizer, 1.0), "clipping"),
+        (lambda engine, optimizer: engine.gradients.clip_by_value_(optimizer, 1.0), "clipping"),
         (
-            lambda engine, optimizer: engine.averages.unscale_(torch.amp.GradScaler("cpu"), optimizer),
+            lambda engine, optimizer: engine.gradients.unscale_(torch.amp.GradScaler("cpu"), optimizer),
             "a gradient scaler",
         ),
         (lambda engine, optimizer: engine.accumulating(), "accumulating gradients"),

@@ -204,7 +204,7 @@ class EngineStrategy(CheckpointingStrategy):
             )
             return None
         if failure is None and copies > 1 and self._fit is not None and engine is self._fit.engine:
-            gradients = engine.averages.whole_on_host()
+            gradients = engine.gradients.whole_on_host()
         engine.close()
         return gradients
 

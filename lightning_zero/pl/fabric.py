@@ -252,8 +252,8 @@ class FabricZeroStrategy(FabricCheckpointing):
         """Unscales gradients in fp16, once between two steps: when they are clipped, or else in the step. The scaler
         itself finds nothing left to unscale. Collective."""
         if self._scaler is not None and scaling_of(self._scaler, optimizer)["stage"] is OptState.READY:
-            averages = self._stepped_in()[optimizer].averages
-            self._overflows[optimizer] = averages.unscale_(self._scaler, optimizer)
+            gradients = self._stepped_in()[optimizer].gradients
+            self._overflows[optimizer] = gradients.unscale_(self._scaler, optimizer)
 
     @override
     def clip_gradients_norm(
@@ -268,7 +268,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         engine = self._unscaled_in(optimizer)
         if engine is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        norm = engine.averages.clip_by_norm_(
+        norm = engine.gradients.clip_by_norm_(
             optimizer, float(max_norm), norm_type=float(norm_type), error_if_nonfinite=error_if_nonfinite
         )
         return norm.to(self.root_device)
@@ -280,7 +280,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         if engine is None:
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
-            engine.averages.clip_by_value_(optimizer, float(clip_val))
+            engine.gradients.clip_by_value_(optimizer, float(clip_val))
 
     def _unscaled_in(self, optimizer: Optimizer) -> Engine | None:
         """Unscales what an optimizer steps, to be clipped. Returns its engine; None if no module that is set up has its

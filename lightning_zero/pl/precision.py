@@ -170,7 +170,7 @@ class ShardedGradients(Precision):
         if engine is None:
             super().clip_grad_by_norm(optimizer, clip_val)
             return
-        self.grad_norm = engine.averages.clip_by_norm_(self.main_params(optimizer), float(clip_val))
+        self.grad_norm = engine.gradients.clip_by_norm_(self.main_params(optimizer), float(clip_val))
         self._has_clipped = True
         if not self._warned_of_nan and self.scaler is None:
             self._late_norms.append(Late(self.grad_norm))
@@ -194,7 +194,7 @@ class ShardedGradients(Precision):
         if engine is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            engine.averages.clip_by_value_(self.main_params(optimizer), float(clip_val))
+            engine.gradients.clip_by_value_(self.main_params(optimizer), float(clip_val))
             self._has_clipped = True
 
     def optimizer_step(  # type: ignore[override]
@@ -212,7 +212,7 @@ class ShardedGradients(Precision):
             self.skipped_last = False
             self._after_closure(model, optimizer)
             return None  # training_step returned None, and there was no backward
-        overflow = engine.averages.unscale_(self.scaler, optimizer)
+        overflow = engine.gradients.unscale_(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         step_output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()

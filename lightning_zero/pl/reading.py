@@ -88,7 +88,7 @@ class ReadingStrategy:
 
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """The averaged gradient of a parameter in its shape (whole for a DTensor), or None. Call it on every rank."""
-        return self._engine_of(parameter).averages.full(parameter)
+        return self._engine_of(parameter).gradients.full(parameter)
 
     def grad_norms(self, norm_type: float = 2.0, module: Module | None = None) -> dict[str, Tensor]:
         """Parameter name -> norm of its averaged gradient, for those that have one; one small reduction for all.
@@ -98,7 +98,7 @@ class ReadingStrategy:
             norm_type: p of the p-norm; ``inf`` for the largest magnitude.
             module: with Fabric, which of the modules that were set up; None where there is only one.
         """
-        return self._engine_of(module).averages.norms(norm_type)
+        return self._engine_of(module).gradients.norms(norm_type)
 
     def memory_report(self) -> MemoryReport:
         """Bytes at rest on this rank's device by category, in a dictionary that prints as a table.

@@ -10,10 +10,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.device import HOST, numbered
-from lightning_zero.run.averages import Averages
 from lightning_zero.run.cache import UnitCache
 from lightning_zero.run.facts import facts_of
 from lightning_zero.run.given import adopt
+from lightning_zero.run.gradients import Gradients
 from lightning_zero.run.journal import Journal
 from lightning_zero.run.lasting import LastingLoans
 from lightning_zero.run.loans import Loans
@@ -138,7 +138,7 @@ class Engine:
         self.regrouping.deal()
         around = [self.runner.step, self._around_step, stepping.step]
         self._step_hooks = StepHooks(stepping, around, self.runner.change)
-        self.averages = Averages(module, device, self.mesh, self.loans, reductions)
+        self.gradients = Gradients(module, device, self.mesh, self.loans, reductions)
         self.states = States(module, steppers, self.mesh, self.loans)
         is_on = self.options.broadcast_buffers
         rendezvous, trains = self.runner.rendezvous, bool(self.optimizers)
@@ -254,7 +254,7 @@ class Engine:
         self.regrouping.deal()
         adopt(self.runner.reductions, self.runner.stepping.steppers[optimizer].slots, steps=True)
         yield
-        self.averages.forget()
+        self.gradients.forget()
         self._buffers.forget_sent()
         self.ledger.note_rest()
 

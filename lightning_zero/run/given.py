@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 
-from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.reductions import Reductions
+from lightning_zero.run.sharded_gradient import ShardedGradient
 from lightning_zero.shards.gradient import averaged_of, gradient_of
 from lightning_zero.shards.slot import Slot, no_interception
 from lightning_zero.torch_private import storage_key

@@ -9,11 +9,11 @@ from typing import final
 
 import torch
 
-from lightning_zero.run.gradient import ShardedGradient
 from lightning_zero.run.in_backward import StepsInBackward, nothing_left_for
 from lightning_zero.run.notices import Notices
 from lightning_zero.run.parameter import Interception
 from lightning_zero.run.reduction_order import ReductionOrder
+from lightning_zero.run.sharded_gradient import ShardedGradient
 from lightning_zero.run.statement import Statement
 from lightning_zero.shards.assembly import Assembly
 from lightning_zero.shards.bucket import BucketPool

@@ -24,7 +24,7 @@ from lightning_zero.torch_private import edits_of
 
 
 class AveragedGradient(Tensor):
-    """The `p.grad` of a parameter after a reduction, if its values rest as shards; see `run.gradient`."""
+    """The `p.grad` of a parameter after a reduction, if its values rest as shards; see `run.sharded_gradient`."""
 
     def is_of(self, slot: Slot) -> bool:
         """Whether it is the gradient of the parameter at `slot`, of its latest backward."""

@@ -1,4 +1,4 @@
-"""`Averages`: clips, measures and reads averaged gradients between backward and step."""
+"""`Gradients`: clips, measures and reads averaged gradients between backward and step."""
 
 import itertools
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ from lightning_zero.wire.mesh import Mesh
 
 @final
 @dataclass(eq=False)
-class Averages:
+class Gradients:
     """The averaged gradients of an engine's module. Call the same methods on every rank."""
 
     module: Module
