@@ -166,8 +166,8 @@ def test_a_norm_that_is_not_finite_is_told_once_unless_its_step_is_skipped(
     monkeypatch.setattr(precision, "rank_zero_warn", told.append)
     plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")) if skips else Precision())
     norm = torch.tensor(torch.nan)
-    averages = SimpleNamespace(clip_by_norm_=lambda *_: norm)
-    plugin.begin_run(SimpleNamespace(closed=False, averages=averages), 20)
+    gradients = SimpleNamespace(clip_by_norm_=lambda *_: norm)
+    plugin.begin_run(SimpleNamespace(closed=False, gradients=gradients), 20)
     plugin.main_params = lambda _: []
     plugin._late_norms += [] if skips else [Late(norm)]  # of the step before, as it is on a device
     plugin.clip_grad_by_norm(None, 1.0)
@@ -190,8 +190,8 @@ def test_a_step_of_manual_optimization_is_taken_though_its_closure_returns_nothi
 
 def test_the_warning_of_a_skipped_step_tells_its_loss() -> None:
     plugin: Any = adapt(MixedPrecision("16-mixed", "cpu", GradScaler("cpu")))
-    averages = SimpleNamespace(unscale_=lambda *_: Overflow([1], ["weight"]))
-    plugin.begin_run(SimpleNamespace(closed=False, averages=averages), 20)
+    gradients = SimpleNamespace(unscale_=lambda *_: Overflow([1], ["weight"]))
+    plugin.begin_run(SimpleNamespace(closed=False, gradients=gradients), 20)
     plugin._after_closure, plugin.scaler = (
         lambda *_: None,
         SimpleNamespace(step=lambda _: None, update=lambda: None, get_scale=lambda: 8.0),
