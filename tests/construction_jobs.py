@@ -33,7 +33,7 @@ from lightning_zero.run.construction import constructing
 from lightning_zero.run.engine import Engine, Options
 from lightning_zero.shards.early import early_of
 from lightning_zero.wire.comm import Comm
-from lightning_zero.wire.desk import ROOM
+from lightning_zero.wire.desk import DESK_BYTES
 from lightning_zero.wire.native import make_comm
 from models import Assorted, assorted
 from random_models import Model, Spec
@@ -442,7 +442,7 @@ def measuring_peak(since: Peak | None = None) -> Iterator[Peak]:
     yield peak
     # Code that ran for the first time, or again after the system had dropped it, stays mapped and is no tensor.
     shared = _status("RssShmem") - peak.shared
-    assert shared <= 2**21 + dist.get_world_size() * ROOM
+    assert shared <= 2**21 + dist.get_world_size() * DESK_BYTES
     peak.nbytes = _status("VmHWM") - peak.before - max(0, _status("RssFile") - peak.mapped) - max(0, shared)
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 32 * 2**20) == 1  # as large as it gets by itself
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import torch
@@ -235,9 +236,10 @@ class OptimizerState:
 
     def leave(self) -> None:
         """Leaves its pieces in the optimizer: an engine that follows goes on with them."""
-        slots = self._stepper.slots
-        if any(slot.group.is_cut or slot.local.is_divided or slot.stepper is not None for slot in slots):
-            vars(self._stepper.optimizer)[LEFT_IN_PIECES] = self
+        with suppress(RuntimeError):  # a parameter is not the module's, which has ended the run
+            slots = self._stepper.slots
+            if any(slot.group.is_cut or slot.local.is_divided or slot.stepper is not None for slot in slots):
+                vars(self._stepper.optimizer)[LEFT_IN_PIECES] = self
 
     def _made(self) -> States:
         """Returns the state that the optimizer has, by parameter."""

@@ -213,9 +213,7 @@ class Reductions:
 
     @property
     def _flags(self) -> bytes:
-        return b"".join(
-            bytes(map(gradient.used.__contains__, range(len(gradient.group.slots)))) for gradient in self.gradients
-        )
+        return b"".join(bytes(map(one.used.__contains__, range(len(one.group.slots)))) for one in self.gradients)
 
     def hear(self, said: Statement, *, of_all: bool = True) -> bytes | None:
         """Takes the combined statements of all ranks. Returns the flags of parameters with a gradient on any rank, for

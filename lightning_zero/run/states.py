@@ -42,9 +42,10 @@ class States:
         self._loans = loans
         self._runner = loans.runner
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
-        with failing_together(mesh.world, "taking over the optimizers' states"):
-            for state in self._optimizers.values():
-                state.refuse_strange_pieces()
+        if any(optimizer.state for optimizer in self._optimizers):
+            with failing_together(mesh.world, "taking over the optimizers' states"):
+                for state in self._optimizers.values():
+                    state.refuse_strange_pieces()
         for state in self._optimizers.values():
             state.begin()
         self._hooks = [
