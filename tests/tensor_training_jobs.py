@@ -259,6 +259,29 @@ def fit_averaged_in_shards(*args: Any, midway: Path, **kwargs: Any) -> dict[str,
     return fit(*args, callbacks=[ZeroEMA(decay=0.5), Midway(midway, step=3)], **kwargs)
 
 
+class KeepsOptimizer(Language):
+    """One optimizer serves every fit."""
+
+    kept: list[torch.optim.Optimizer] | None = None
+
+    def configure_optimizers(self) -> Any:
+        if self.kept is None:
+            self.kept = [torch.optim.AdamW(trainable(self), lr=1e-2)]
+        return self.kept[0]
+
+
+def fit_in_turn(stages: list[int]) -> list[tuple[Any, ...]]:
+    """Fits of ranks that share modules, with one optimizer. Returns shapes of parameters, and shapes and steps of the
+    whole state after the last one."""
+    model: Any = KeepsOptimizer()
+    for stage in stages:
+        run = jobs.trainer(strategy_of(stage, 2), 2, num_sanity_val_steps=0, limit_val_batches=0)
+        run.fit(model, loader(1))
+    state = run.strategy.full_optimizer_state()["state"]  # type: ignore[attr-defined]
+    trained = trainable(model)
+    return [(tuple(p.shape), tuple(state[at]["exp_avg"].shape), int(state[at]["step"])) for at, p in enumerate(trained)]
+
+
 def fit_copied(stage: int) -> None:
     fit(stage, 2, 2, callbacks=[StochasticWeightAveraging(swa_lrs=1e-2)])
 

@@ -367,3 +367,12 @@ def test_what_one_rank_is_told_all_hear(stage: int, world: int, pool_of: Pools, 
     assert len(set(steps)) == 1
     assert 0 < steps[0] < 3
     assert verify(tmp_path / "checkpoints" / "preempted.ckpt") == []
+
+
+@pytest.mark.parametrize("stages", [[2, 2], [1, 3]])
+def test_an_optimizer_that_serves_two_fits_goes_on_with_its_parts_of_the_state(
+    stages: list[int], two_ranks: RankPool
+) -> None:
+    steps = len(stages) * len(tensor_training_jobs.loader(1))
+    for told in two_ranks.run(tensor_training_jobs.fit_in_turn, stages):
+        assert {(shape == of_state, count) for shape, of_state, count in told} == {(True, steps)}
