@@ -271,15 +271,15 @@ class KeepsOptimizer(Language):
 
 
 def fit_in_turn(stages: list[int]) -> list[tuple[Any, ...]]:
-    """Fits of ranks that share modules, with one optimizer. Returns shapes of parameters, and shapes and steps of the
-    whole state after the last one."""
+    """Fits of ranks that share modules, with one optimizer. Returns the shapes of parameters that have a state, and
+    shapes and steps of the whole state after the last one."""
     model: Any = KeepsOptimizer()
     for stage in stages:
         run = jobs.trainer(strategy_of(stage, 2), 2, num_sanity_val_steps=0, limit_val_batches=0)
         run.fit(model, loader(1))
     state = run.strategy.full_optimizer_state()["state"]  # type: ignore[attr-defined]
     trained = trainable(model)
-    return [(tuple(p.shape), tuple(state[at]["exp_avg"].shape), int(state[at]["step"])) for at, p in enumerate(trained)]
+    return [(tuple(trained[at].shape), tuple(own["exp_avg"].shape), int(own["step"])) for at, own in state.items()]
 
 
 def fit_copied(stage: int) -> None:

@@ -375,4 +375,5 @@ def test_an_optimizer_that_serves_two_fits_goes_on_with_its_parts_of_the_state(
 ) -> None:
     steps = len(stages) * len(tensor_training_jobs.loader(1))
     for told in two_ranks.run(tensor_training_jobs.fit_in_turn, stages):
+        assert len(told) > 10
         assert {(shape == of_state, count) for shape, of_state, count in told} == {(True, steps)}
