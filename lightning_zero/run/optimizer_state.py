@@ -219,7 +219,7 @@ class OptimizerState:
     def refuse_strange_pieces(self) -> None:
         """Raises ValueError where user code has loaded pieces: of which rank, and how they were cut, cannot be told."""
         if LEFT_IN_PIECES not in vars(self._stepper.optimizer):
-            refuse_pieces(self._stepper.optimizer, self._with_slots(self._made()))
+            self._refuse_pieces(self._made())
 
     def begin(self) -> None:
         """Cuts state that exists already to this rank's pieces: some optimizers make it at construction, users may have
@@ -245,8 +245,9 @@ class OptimizerState:
         """Returns the state that the optimizer has, by parameter."""
         return [(key, state) for key, state in self._stepper.optimizer.state.items() if isinstance(key, Parameter)]
 
-    def _with_slots(self, states: States) -> list[tuple[Slot | None, Mapping[str, Any]]]:
-        return [(self._slot(parameter), state) for parameter, state in states]
+    def _refuse_pieces(self, states: States, *, but_own: bool = False) -> None:
+        of_slots = [(self._slot(parameter), state) for parameter, state in states]
+        refuse_pieces(self._stepper.optimizer, of_slots, but_own=but_own)
 
     def _has_whole_anywhere(self) -> bool:
         """Whether user code has loaded whole state since the pieces were left. Collective, as on the rank that steps a
@@ -274,7 +275,7 @@ class OptimizerState:
         """Cuts the state to this rank's pieces, if user code has just loaded one as a single device has it."""
         if self._stepper.is_stepping:  # `load` calls the optimizer, with what it has cut
             return
-        refuse_pieces(self._stepper.optimizer, self._with_slots(self._made()), but_own=True)
+        self._refuse_pieces(self._made(), but_own=True)
         if any(self._is_whole(key, state) for key, state in self._stepper.optimizer.state.items()):
             self._cut_in_place()
 
@@ -295,7 +296,7 @@ class OptimizerState:
         steps, and one window at a time where state rests on disk."""
         saved, parameters = _by_index(state_dict), self._stepper.parameters
         states = [(parameters[index], state) for index, state in saved.items()]
-        refuse_pieces(self._stepper.optimizer, self._with_slots(states))
+        self._refuse_pieces(states)
         differing = self._note_shapes(states)
         self._put(state_dict, lambda parameter, name, value: self._cut(parameter, name, value, differing))
 

@@ -42,7 +42,7 @@ class States:
         self._loans = loans
         self._runner = loans.runner
         self._own = ModelValues("model", loans.groups, loans.latest.declared, lambda group: group.master, {})
-        if any(optimizer.state for optimizer in self._optimizers):
+        if any(optimizer.state for optimizer in self._optimizers):  # as users give it to all ranks, or to none
             with failing_together(mesh.world, "taking over the optimizers' states"):
                 for state in self._optimizers.values():
                     state.refuse_strange_pieces()
