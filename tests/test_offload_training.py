@@ -13,6 +13,8 @@ from compare import assert_same_bits
 from lightning_zero import Offload, ZeroStrategy
 from ranks import RankPool
 
+DDP = "ddp_find_unused_parameters_true"
+
 
 def on_disk(folder: Path, stage: int, **offload: Any) -> dict[str, Any]:
     parameters = {"parameters": "nvme"} if stage == 3 else {}
@@ -41,6 +43,18 @@ def test_callbacks_see_at_every_hook_what_they_see_without_offload(
     found = two_ranks.run(jobs.fit, on_disk(tmp_path, stage), 2, looks=True)
     assert expected[0]["seen"]
     for mine, theirs in zip(found, expected, strict=True):
+        jobs.assert_same_fit(mine, theirs)
+
+
+@pytest.mark.parametrize("parameters", ["cpu", "nvme", None])
+def test_weights_that_are_loaded_between_two_steps_are_those_of_the_second_one(
+    parameters: str | None, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    disk, under_ddp, here = (tmp_path / name for name in ("disk", "under_ddp", "here"))
+    disk.mkdir()
+    strategy = on_disk(disk, 2) if parameters is None else on_disk(disk, 3, parameters=parameters)
+    expected = two_ranks.run(jobs.go_back, DDP, under_ddp)
+    for mine, theirs in zip(two_ranks.run(jobs.go_back, strategy, here), expected, strict=True):
         jobs.assert_same_fit(mine, theirs)
 
 

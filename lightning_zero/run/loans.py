@@ -185,6 +185,7 @@ class Loans:
                 slot.parameter.copy_(source.for_loading(slot.parameter))
                 return
             self.lasting.end(group)  # what is lent now are older values, which would overwrite those that are read
+            group.catch_up()  # a postponed step of a unit is this rank's own, and would overwrite them, too
         self.loading.note(slot, source)
 
     # -- gradients
