@@ -142,6 +142,7 @@ def test_nothing_imports_sweep(module: Path) -> None:
 
 ACTS = re.compile(  # what steps an optimizer, or has ranks wait for each other
     r"catch_up\w*|_?(all_)?gather|_?reduce_scatter|_?all_reduce|_?all_to_all|_?broadcast|all_gather_object|pass_by|_?publish"
+    r"|read_grad|redistribute|full_tensor|whole_of"
     r"|begin|end|end_all|_?exchange|meet\w*|_?settle\w*|_?serve\w*|lend\w*|wait|call|use|step\w*_now|postpone"
 )
 

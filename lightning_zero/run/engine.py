@@ -390,6 +390,6 @@ class Engine:
         with torch.no_grad(), no_interception():
             leave(group)
             for slot in group.slots:
-                slot.local.grad = None
+                slot.local.set_grad(None)
                 slot.local.values = slot.local.copied(slot.view(full), device)
         group.free()

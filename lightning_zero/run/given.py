@@ -46,7 +46,7 @@ def _given_in(reductions: Reductions, slots: Sequence[Slot], *, steps: bool) -> 
     takes_own = steps and reductions.are_accumulated
     for slot in slots:
         with no_interception():
-            grad = slot.local.grad
+            grad = slot.local.read_grad()
         if grad is not None:
             reductions.refuse_stepped(f"what you have put into {slot.name}.grad")
             averaged = averaged_of(slot)

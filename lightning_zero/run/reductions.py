@@ -336,12 +336,12 @@ class Reductions:
         """Makes `p.grad` the averaged gradient."""
         averaged = averaged_of(slot)
         if averaged.is_spread:
-            shown = slot.local.grad
+            shown = slot.local.read_grad()
             if not (isinstance(shown, ShardedGradient) and shown.is_of(slot)):
-                slot.local.grad = ShardedGradient(slot, self._interception.lender)
+                slot.local.set_grad(ShardedGradient(slot, self._interception.lender))
         else:
             assert averaged.full_grad is not None
-            slot.local.grad = slot.view(averaged.full_grad)
+            slot.local.set_grad(slot.view(averaged.full_grad))
 
     def forget(self) -> None:
         """Drops the gradients of a backward that has failed, on every rank."""

@@ -98,7 +98,7 @@ class Averaged:
             self.owned_grad = self._make_owned(0)
         for slot in self._group.slots:
             with no_interception():
-                slot.local.grad = None
+                slot.local.set_grad(None)
 
     def free(self) -> None:
         """Frees everything permanently, after training."""
@@ -112,8 +112,9 @@ class Averaged:
         """Returns the averaged gradient of what this rank steps, in `Slot.stepped_shape`. Read-only."""
         if self.travels:
             return self.owned_grad.read(slot.piece.in_shard).view(slot.stepped_shape)
-        assert slot.local.grad is not None
-        return slot.local.grad.detach()
+        grad = slot.local.read_grad()
+        assert grad is not None
+        return grad.detach()
 
     def edit_piece(self, slot: Slot) -> AbstractContextManager[Tensor]:
         """Gives out the values of `piece`, and keeps the edits made inside."""

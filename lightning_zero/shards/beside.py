@@ -67,7 +67,7 @@ class Beside:
         if slot.index not in self.kept:
             return
         kept, is_addition = self.take_kept(slot.index)
-        if isinstance(slot.local.grad, AveragedGradient):
+        if isinstance(slot.local.read_grad(), AveragedGradient):
             if is_addition:
                 self._add_to_piece(slot, kept)
             else:

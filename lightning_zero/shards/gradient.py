@@ -82,12 +82,12 @@ class GroupGradient:
         if not (self.used or self.beside.kept or self.beside.viewed):
             return {}  # as nearly always
         self.beside.end_views()
-        grads = {index: self.group.slots[index].local.grad for index in {*self.used, *self.beside.kept}}
+        slots, averaged = self.group.slots, self.averaged
+        grads = {index: slots[index].local.read_grad() for index in {*self.used, *self.beside.kept}}
         for index in self.beside.kept.keys() - {at for at, grad in grads.items() if isinstance(grad, AveragedGradient)}:
             self.beside.drop(index)
         plain = {at: grad for at, grad in grads.items() if grad is not None and not isinstance(grad, AveragedGradient)}
         self.used = {*plain, *self.beside.kept}  # what users have written into an average is there already
-        slots, averaged = self.group.slots, self.averaged
         return {at: grad.clone() for at, grad in plain.items() if not averaged.is_shown(slots[at], grad)}
 
     def replace_accumulated(self, given: Mapping[int, Tensor]) -> None:
@@ -101,21 +101,21 @@ class GroupGradient:
         """Keeps the gradient that this backward has put into `p.grad`, while an earlier backward is settled inside."""
         with no_interception():
             local: Any = slot.local
-            fresh = local.grad
+            fresh = local.read_grad()
             if isinstance(fresh, AveragedGradient):
                 yield
                 return
-            local.grad = None
+            local.set_grad(None)
             yield
-            if isinstance(local.grad, AveragedGradient):
+            if isinstance(local.read_grad(), AveragedGradient):
                 self.beside.add(slot, fresh)
             else:
-                local.grad = fresh
+                local.set_grad(fresh)
 
     def collect(self, slot: Slot, *, local: bool) -> bool:
         """Takes the gradient that autograd has just put into `p.grad`. If `local`, this backward does not reduce it.
         Returns whether it completes the group."""
-        index, grad, averaged = slot.index, slot.local.grad, self.averaged
+        index, grad, averaged = slot.index, slot.local.read_grad(), self.averaged
         assert grad is not None
         slot.check_assigned(slot.parameter, self.group.kind.resting)
         again = index in self.ready  # a weight used in several reentrant checkpoints gets a gradient from each
@@ -133,7 +133,7 @@ class GroupGradient:
         if grad.is_sparse or slot.is_sparse:
             grad = as_dense(grad, slot)
         if not self.travels:
-            slot.local.grad = grad
+            slot.local.set_grad(grad)
         elif local and carried:
             self.beside.keep(slot, grad)
         elif local or not averaged.is_sharded or averaged.full_grad is not None:  # after one that was not reduced, too
@@ -144,7 +144,7 @@ class GroupGradient:
             else:
                 self._carry(index, carried)
             self._held[index] = grad
-            slot.local.grad = None
+            slot.local.set_grad(None)
         return self.is_complete and not again
 
     def note_taken(self, slot: Slot) -> None:
@@ -169,7 +169,7 @@ class GroupGradient:
         else:
             self._carry(slot.index, carried)
             view.copy_(grad)
-        slot.local.grad = view
+        slot.local.set_grad(view)
 
     def _keep_average(self, slot: Slot, view: Tensor) -> None:
         """Turns an averaged gradient into contributions whose mean it is, so that the next reduction adds to it (stage
@@ -230,7 +230,7 @@ class GroupGradient:
         for slot in self.group.slots:
             if slot.index in self.used:
                 continue
-            grad = slot.local.grad
+            grad = slot.local.read_grad()
             carried = isinstance(grad, AveragedGradient)
             averaged.editions[slot.index] += not carried
             if averaged.is_sharded:
@@ -251,7 +251,7 @@ class GroupGradient:
         since it has failed."""
         for index in [*self.beside.kept]:
             slot, (grad, carried) = self.group.slots[index], self.beside.take_kept(index)
-            if not isinstance(slot.local.grad, AveragedGradient):
+            if not isinstance(slot.local.read_grad(), AveragedGradient):
                 continue
             self.averaged.editions[index] += not carried
             if self.averaged.is_sharded and self.averaged.full_grad is None:
@@ -359,7 +359,7 @@ class GroupGradient:
         """Frees gradients and buckets permanently, after training."""
         for slot in self.group.slots:
             with no_interception():
-                slot.local.grad = None
+                slot.local.set_grad(None)
                 slot.parameter.grad_dtype = self.group.kind.declared  # the dtype that its values have again at once
         self.averaged.free()
         self.pool = BucketPool([], self.group.setting)

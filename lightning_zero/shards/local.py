@@ -90,9 +90,8 @@ class Local:
         if is_alike and values.storage_offset() != parameter.storage_offset():
             point_at(parameter, as_dtensor(values, parameter))  # torch.compile fails where the offsets differ
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient of `values`. Collective among tensor-parallel ranks where each of them has a share of a sum."""
+    def read_grad(self) -> Tensor | None:
+        """Returns the gradient of `values`. Collective among tensor-parallel ranks, where each has a share of a sum."""
         grad = self.parameter.grad
         if not isinstance(grad, DTensor):
             return grad
@@ -102,8 +101,8 @@ class Local:
             grad = grad.redistribute(placements=self.parameter.placements)
         return local_tensor(grad)
 
-    @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
+    def set_grad(self, grad: Tensor | None) -> None:
+        """Sets `p.grad` to a gradient of `values`."""
         if grad is not None and isinstance(self.parameter, DTensor):
             grad = as_dtensor(grad, self.parameter)
         self.parameter.grad = grad

@@ -108,7 +108,7 @@ class PieceStepper:
         if not is_element_wise(self.optimizer):
             return [*slots]
         with no_interception():  # users may have given some gradients of their own
-            given = {slot.group for slot in slots if slot.local.grad is not None}
+            given = {slot.group for slot in slots if slot.parameter.grad is not None}
         return [slot for slot in slots if not slot.group.kind.is_idle or slot.group in given]
 
     def holds(self, parameter: Parameter) -> bool:

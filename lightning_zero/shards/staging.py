@@ -147,7 +147,7 @@ class Staged:
     def _gradient_of(self, slot: Slot) -> Array | None:
         """Returns the gradient that has to be read from disk; None where it is in memory, or there is none."""
         averaged = averaged_of(slot)
-        has_any = self._is_late or slot.local.grad is not None
+        has_any = self._is_late or slot.parameter.grad is not None
         return averaged.owned_grad if has_any and averaged.is_on_disk else None
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:

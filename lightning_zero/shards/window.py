@@ -137,7 +137,7 @@ class Window(ABC):
             return
         parameter = slot.local.stepped
         with no_interception():
-            shown = slot.local.grad
+            shown = slot.local.read_grad()
             piece, grad = self._stepped(slot, shown)
             if grad is not None and slot.is_sparse:
                 grad = sparse_of(grad)
@@ -283,7 +283,8 @@ def is_part(slot: Slot) -> bool:
 
 def _has_dense_gradient(slot: Slot) -> bool:
     with no_interception():
-        return slot.local.grad is not None and not slot.local.grad.is_sparse
+        grad = slot.parameter.grad
+        return grad is not None and not grad.is_sparse
 
 
 def may_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
