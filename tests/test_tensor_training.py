@@ -16,6 +16,7 @@ from compare import assert_same_bits
 from lightning_zero import consolidate
 from lightning_zero.checkpoint import StoredCheckpoint
 from lightning_zero.checkpoint.load import verify
+from offload_jobs import GoesBack
 from ranks import RankPool
 
 STAGES = [0, 1, 2, 3]
@@ -367,6 +368,21 @@ def test_what_one_rank_is_told_all_hear(stage: int, world: int, pool_of: Pools, 
     assert len(set(steps)) == 1
     assert 0 < steps[0] < 3
     assert verify(tmp_path / "checkpoints" / "preempted.ckpt") == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_of_a_checkpoint_are_loaded_between_two_steps(stage: int, two_ranks: RankPool, tmp_path: Path) -> None:
+    def run(name: str, stage: int, strategy: dict[str, Any]) -> list[dict[str, Any]]:
+        callbacks = [GoesBack(tmp_path / name)]
+        return two_ranks.run(tensor_training_jobs.fit, stage, 2, 2, epochs=2, callbacks=callbacks, strategy=strategy)
+
+    expected = run("on the device", 1, {})
+    straight = two_ranks.run(tensor_training_jobs.fit, 1, 2, 2, epochs=2)
+    assert expected[0]["losses"][:3] == straight[0]["losses"][:3]
+    assert expected[0]["losses"][3] != straight[0]["losses"][3]
+    found = run("on disk", stage, {"offload": {"optimizer": "nvme", "path": str(tmp_path)}})
+    assert [one["losses"] for one in found] == [one["losses"] for one in expected]
+    assert_same_bits(found[0]["weights"], expected[0]["weights"])
 
 
 @pytest.mark.parametrize("stages", [[2, 2], [1, 3]])
