@@ -43,6 +43,7 @@ def test_metadata_is_known_without_values(source: Counted) -> None:
     assert isinstance(lazy, Tensor)
     assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.numel(), lazy.nbytes) == ((3, 4), torch.float32, 2, 12, 48)
     assert lazy.device.type == "cpu"
+    assert (lazy.is_cpu, lazy.is_meta, lazy.is_cuda) == (True, False, False)
     assert not lazy.requires_grad
     assert lazy.is_floating_point()
     assert len(lazy) == 3
@@ -105,6 +106,14 @@ def test_a_copy_reads(source: Counted) -> None:
     module = nn.Linear(4, 3, bias=False)
     module.load_state_dict({"weight": LazyTensor(source)})
     assert torch.equal(module.weight, torch.ones(3, 4))
+
+
+def test_assigned_to_the_data_of_a_plain_parameter_it_is_refused_by_torch(source: Counted) -> None:
+    parameter = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # else a read of it would end the process
+        parameter.data = LazyTensor(source)
+    parameter.data = LazyTensor(source).clone()
+    assert parameter.sum() == 12
 
 
 def test_another_shape_is_torchs_own_error(source: Counted) -> None:

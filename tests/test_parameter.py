@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.run.engine import Engine, Options
+from lightning_zero.views.lazy import LazyTensor, OfOneRank
 from lightning_zero.wire.comm import Comm
 from models import assorted, clone, loss_of, sgd
 from thread_world import ThreadWorld
@@ -110,6 +111,20 @@ def test_an_edit_of_many_returns_what_it_was_given(stage: int, dtype: torch.dtyp
         engine.loans.end_all()
         for name, value in engine.states.full_model().items():
             assert torch.equal(value, plain.state_dict()[name]), name
+
+    on_two_ranks(stage, dtype, edit)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SETTINGS[2:])
+def test_what_a_checkpoint_holds_may_be_assigned_to_p_data(stage: int, dtype: torch.dtype | None) -> None:
+    def edit(model: Any, plain: Any, comm: Comm, engine: Engine, optimizer: Any) -> None:
+        saved = [torch.full((10,), value, dtype=model.norm.weight.dtype) for value in (5.0, 6.0)]
+        model.norm.weight.data = LazyTensor(OfOneRank("while it rests", saved[0]))
+        engine.loans.end_all()
+        assert torch.equal(engine.states.full_model()["norm.weight"], saved[0])
+        with engine.full_parameters(model.norm, write=True):
+            model.norm.weight.data = LazyTensor(OfOneRank("while its values are there", saved[1]))
+        assert torch.equal(engine.states.full_model()["norm.weight"], saved[1])
 
     on_two_ranks(stage, dtype, edit)
 

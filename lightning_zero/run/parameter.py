@@ -35,7 +35,7 @@ from lightning_zero.views.intercept import (
     call,
     subclass_of,
 )
-from lightning_zero.views.lazy import LazyTensor, stored_in
+from lightning_zero.views.lazy import LazyTensor, stored_in, values_of
 
 if TYPE_CHECKING:
     from lightning_zero.run.loans import Loans
@@ -70,7 +70,7 @@ class WatchedParameter(_Intercepting):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        SET_DATA(self, values)
+        SET_DATA(self, values_of(values))
 
 
 class WatchedDTensor(_Intercepting):
@@ -116,13 +116,13 @@ class RestingParameter(_Intercepting):
         if func == SET_DATA and isinstance(args[0], RestingParameter):
             if isinstance(args[0], DTensor):
                 return None  # as torch: what is assigned to the `p.data` of one changes no value
-            slot = _slot(args[0])
-            slot.check_assigned(args[1], slot.group.kind.shown)
+            slot, values = _slot(args[0]), values_of(args[1])
+            slot.check_assigned(values, slot.group.kind.shown)
             with torch.no_grad():
                 if slot.group.kind.upcasts:
-                    cls.lender.assign(slot, args[1].clone())
+                    cls.lender.assign(slot, values.clone())
                     return None
-                values = args[1].clone() if cls.lender.is_lent(args[1]) else args[1]
+                values = values.clone() if cls.lender.is_lent(values) else values
                 call(_GET_DATA, (args[0],), None)  # lends values until the boundary, which adopts the assigned ones
             with no_interception():
                 return func(args[0], values)

@@ -113,6 +113,13 @@ class _Edited(Source):
         return self.values.detach().clone()
 
 
+# What a tensor on the host answers, where its values will be.
+_ON_HOST = {
+    **{getattr(Tensor, name).__get__: told for name, told in (("device", HOST), ("is_cpu", True), ("is_meta", False))},
+    Tensor.get_device: -1,
+}
+
+
 @final
 class LazyTensor(Tensor):
     """See the module's docstring."""
@@ -122,8 +129,9 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, source: Source) -> "LazyTensor":
         with torch.inference_mode(False):
-            host = torch.device("cpu")
-            self = make_wrapper(cls, source.shape, dtype=source.dtype, device=host)
+            # torch refuses to assign a tensor of this device to the `p.data` of a plain parameter. Of another one it
+            # would assign the memory, which is not there: whatever reads `p` next would end the process.
+            self = make_wrapper(cls, source.shape, dtype=source.dtype, device=torch.device("meta"))
         self._held = [source]
         return self
 
@@ -146,6 +154,8 @@ class LazyTensor(Tensor):
             alias = LazyTensor(args[0].source)
             alias._held = args[0]._held
             return alias
+        if func in _ON_HOST:
+            return _ON_HOST[func]
         if func is Tensor.copy_ and (stored := stored_in(args[1])):
             values = stored.for_loading(args[0])
             if isinstance(args[0], DTensor) and not isinstance(values, DTensor):
@@ -183,6 +193,11 @@ def stored_in(value: Any) -> Stored | None:
     return value.source if isinstance(value, LazyTensor) and isinstance(value.source, Stored) else None
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    """Returns the values of a lazy tensor; anything else unchanged."""
+    return tensor.source.whole() if isinstance(tensor, LazyTensor) else tensor
+
+
 def materialize(tree: Any) -> Any:
     """Returns the same containers, with the values of the lazy tensors in them."""
-    return tree_map_only(LazyTensor, lambda lazy: lazy.source.whole(), tree)
+    return tree_map_only(LazyTensor, values_of, tree)
