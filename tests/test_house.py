@@ -3,6 +3,8 @@ collective, Lightning or Hydra. (The ladder itself: `make ladder`.)"""
 
 import ast
 import re
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,7 @@ def test_nothing_but_the_runner_and_its_parts_reduces_agrees_or_publishes() -> N
 MOST_LINES, MOST_ARGUMENTS, MOST_ATTRIBUTES = 60, 8, 15
 
 
+@cache
 def nodes_of(kind: type[ast.AST]) -> list[tuple[str, Any]]:
     """All of a kind in the package, each with where it stands."""
     trees = {str(module.relative_to(PACKAGE)): ast.parse(module.read_text()) for module in MODULES}
@@ -280,11 +283,14 @@ def test_a_class_that_is_left_to_others_is_found() -> None:
 
 @pytest.mark.parametrize("room", ["tiers", "shards", "views", "run"])
 def test_no_part_of_the_engine_waits_for_another_to_complete_it(room: str) -> None:
-    classes = [node for _, node in nodes_of(ast.ClassDef)]
+    classes, below = nodes_of(ast.ClassDef), defaultdict[str, list[ast.ClassDef]](list)
+    for _, made in classes:
+        for base in made.bases:
+            below[ast.unparse(base)].append(made)
     found = {
         name: left
-        for name, made in nodes_of(ast.ClassDef)
+        for name, made in classes
         if name.startswith(f"{room}/") and not _is_record(made)
-        if (left := left_to_others(made, [one for one in classes if made.name in map(ast.unparse, one.bases)]))
+        if (left := left_to_others(made, below[made.name]))
     }
     assert found == {}, "make it after what it needs, or split off the part that needs it"
