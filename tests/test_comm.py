@@ -1,8 +1,10 @@
 """One protocol, several worlds: the same results from threads and from gloo on real processes."""
 
+import ast
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,13 +14,15 @@ import torch.distributed as dist
 
 from lightning_zero.distributed_private import default_store
 from lightning_zero.wire import gloo, native
-from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work
+from lightning_zero.wire.comm import CollectiveMismatchError, Comm, RankTimeoutError, Work, place_of
 from lightning_zero.wire.gloo import GlooComm
 from lightning_zero.wire.local import CountingComm, LocalComm
 from lightning_zero.wire.native import NativeComm, make_comm
 from lightning_zero.wire.worlds import own_group
 from ranks import AT_ONCE, PATIENCE, RankPool, free_port
 from thread_world import ThreadWorld
+
+PACKAGE = Path(__file__).parent.parent / "lightning_zero"
 
 CPU = torch.device("cpu")
 
@@ -481,6 +485,28 @@ def test_a_missing_rank_is_named() -> None:
 )
 def test_a_message_says_in_words_where_a_rank_waited(key: str, place: str) -> None:
     assert RankTimeoutError("Rank 1 did not come", key).place == place
+
+
+def named_collectives() -> Iterator[str]:
+    """Keys of the collectives that the package issues, as far as their names are written where they are issued."""
+    kinds = {kind: kind for kind in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce")}
+    kinds |= {"all_reduce_bytes": "all_reduce", "tell": "mark"}
+    for module in sorted(PACKAGE.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
+        for call in (one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in kinds):
+            assert isinstance(call.func, ast.Attribute)
+            texts = [one.values[0] if isinstance(one, ast.JoinedStr) else one for one in call.args]
+            names = [one.value for one in texts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            yield from (f"{kinds[call.func.attr]} {name} #1" for name in names if name not in ("sum", "max", "min"))
+
+
+def test_every_collective_has_words_of_its_own_for_messages() -> None:
+    keys = {*named_collectives()}
+    assert len(keys) > 25
+    kinds_and_names = [(key, *key.removesuffix(" #1").split(" ", 1)) for key in sorted(keys)]
+    assert [
+        key for key, kind, name in kinds_and_names if place_of(key) == f"the {kind.replace('_', '-')} of {name}"
+    ] == []
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_own_error() -> None:
