@@ -455,16 +455,47 @@ def refusals(world: int) -> dict[str, str]:
         "stranger": stranger.step,
         "nan": lambda: made.clip_gradients(model, optimizer, max_norm=1.0),
         "second": lambda: made.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1)),
+        "anew": lambda: fabric({"stage": 3}, world).setup(model.module, optimizer_of(model.module)),
+        "both": lambda: one_optimizer_for_two_models(fabric({"stage": 3}, world)),
     }
     for name, attempt in attempts.items():
         try:
             attempt()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             told[name] = str(error)
     with made.strategy.full_parameters(model):  # as Fabric has wrapped it
         told["shapes"] = str([tuple(parameter.shape) for parameter in model.parameters()])
     made.strategy.teardown()
     return told
+
+
+def one_optimizer_for_two_models(made: Fabric) -> None:
+    first, second = (made.setup_module(nn.Linear(3, 3)) for _ in range(2))
+    made.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1))
+    first(torch.ones(2, 3))
+
+
+def averages_in_a_copy(strategy: Any, path: Path) -> dict[str, Any]:
+    """Trains beside an average of the weights: a copy of what Fabric has wrapped, evaluated, saved and loaded."""
+    made = fabric(strategy, 2)
+    made.seed_everything(1, verbose=False)
+    block = Block()
+    model, optimizer = made.setup(block, torch.optim.AdamW(block.parameters(), 0.1))
+    average, seen = deepcopy(model), []
+    for step in range(4):
+        if step == 2:
+            made.save(path, {"model": model, "average": average})
+        made.backward(model(torch.full((2, FEATURES), 0.1 * (1 + step + made.global_rank))).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.5)
+            seen.append(average(torch.ones(1, FEATURES)).sum().item())
+    made.load(path, {"average": average})
+    found = {"weights": whole(made, model), "average": whole(made, average), "seen": seen}
+    made.strategy.teardown()
+    return found
 
 
 def copies_before_the_first_forward(strategy: Any, world: int) -> dict[str, Tensor]:

@@ -297,6 +297,8 @@ def test_who_sets_up_too_little_is_told_so(two_ranks: RankPool) -> None:
         assert "Call fabric.setup(model, optimizer)" in told["stranger"]
         assert "nothing was clipped" in told["nan"]
         assert "Set up all of them first" in told["second"]
+        assert "end it first: fabric.strategy.teardown()" in told["anew"]
+        assert "SGD has parameters of 2 models that are set up" in told["both"]
         assert told["shapes"] == str([tuple(parameter.shape) for parameter in Classifier().parameters()])
 
 
@@ -307,6 +309,18 @@ def test_a_module_that_is_copied_right_after_it_was_set_up_is_rank_zeros_on_ever
     first, second = two_ranks.run(fabric_jobs.copies_before_the_first_forward, {"stage": stage}, 2)
     assert_same_bits(second, first)
     assert first["1.running_mean"].eq(0).all()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_of_what_fabric_has_wrapped_averages_weights_as_under_ddp(
+    stage: int, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    expected = two_ranks.run(fabric_jobs.averages_in_a_copy, DDP, tmp_path / "ddp")
+    found = two_ranks.run(fabric_jobs.averages_in_a_copy, {"stage": stage}, tmp_path / "here")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["seen"] == theirs["seen"]
+        assert_same_bits(mine["weights"], theirs["weights"])
+        assert_same_bits(mine["average"], theirs["average"])
 
 
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])

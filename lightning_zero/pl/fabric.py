@@ -8,7 +8,7 @@ One class cannot be the strategy of a Trainer and of Fabric, because Lightning g
 arguments. So `interop` gives Fabric a `FabricZeroStrategy` made from the user's `ZeroStrategy`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -179,7 +179,8 @@ class FabricZeroStrategy(FabricCheckpointing):
         if engine.optimizers:
             raise RuntimeError(
                 "An optimizer is set up for a module that trains with others already. Set up all of them first: "
-                "model, optimizer_1, optimizer_2 = fabric.setup(model, optimizer_1, optimizer_2)."
+                "model, optimizer_1, optimizer_2 = fabric.setup(model, optimizer_1, optimizer_2). To set the module up "
+                "anew, call fabric.strategy.teardown() before."
             )
         if not self._copies_that_fit(engine):
             raise RuntimeError(
@@ -191,6 +192,7 @@ class FabricZeroStrategy(FabricCheckpointing):
 
     def _make_engine(self, sharded: ShardedModule) -> Engine:
         optimizers = self._optimizers_of(sharded)
+        self._refuse_several_models(optimizers)
         builder, number = "fabric.init_module()", self._modules.index(sharded)
         engine = self._new_engine(sharded.module, optimizers, self.precision, builder, number=number)
         randomness.share(engine.mesh.tensor, self.root_device)
@@ -202,6 +204,15 @@ class FabricZeroStrategy(FabricCheckpointing):
         for optimizer in optimizers:  # users call it with the whole state that `Fabric.load` has returned
             vars(optimizer)["load_state_dict"] = partial(engine.states.load_optimizer, optimizer)
         return engine
+
+    def _refuse_several_models(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises NotImplementedError for an optimizer of several models: each has an engine, which would step it."""
+        for optimizer in optimizers:
+            if (count := sum(sharded.is_stepped_by(optimizer) for sharded in self._modules)) > 1:
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} has parameters of {count} models that are set up. Give each model an "
+                    "optimizer of its own, or set up one module that holds them all and calls them in its forward."
+                )
 
     @override
     def _engine_of(self, what: Module | Parameter | None) -> Engine:
@@ -312,6 +323,10 @@ class FabricZeroStrategy(FabricCheckpointing):
             vars(optimizer).pop("load_state_dict", None)
         self._modules, self._optimizers = [], []
         super().teardown()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FabricZeroStrategy":
+        """Returns itself: copies of what Fabric has wrapped refer to it, and connections between ranks have no copy."""
+        return self
 
     def __repr__(self) -> str:
         return f"<ZeroStrategy(stage={self.stage}) of Fabric>"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, cast, final
 
 import torch
@@ -34,6 +35,11 @@ class ShardedModule(Module):
             with torch.inference_mode(False), torch.enable_grad():  # the tensors made here are trained later
                 self.made = self._make(self)
         return self.made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        """Returns a copy of the module, which no engine knows: for averages of weights and the like. Fabric then calls
+        it as a model that has no wrapper."""
+        return deepcopy(self.module, memo)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -60,8 +60,9 @@ def managed_parameters(module: Module, optimizers: Sequence[Optimizer], tensor_r
     for name, parameter in named.items():
         if slot_of(parameter) is not None:
             raise ValueError(
-                f"Parameter {name!r} is in shards since an earlier run, which ended with an error; what other ranks "
-                "had of it is lost. Make the model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
+                f"Parameter {name!r} is in shards since an earlier run. If that was under Fabric, end it first: "
+                "fabric.strategy.teardown(). If it ended with an error, what other ranks had of it is lost. Make the "
+                "model anew, and go on from a checkpoint: fit(model, ckpt_path=...)."
             )
         refuse_other_meshes(name, parameter, tensor_ranks)
         if not is_plain(parameter) and parameter.requires_grad:
