@@ -491,7 +491,8 @@ def averages_in_a_copy(strategy: Any, path: Path) -> dict[str, Any]:
         with torch.no_grad():
             for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(theirs, 0.5)
-            seen.append(average(torch.ones(1, FEATURES)).sum().item())
+            with made.no_backward_sync(average):
+                seen.append(average(torch.ones(1, FEATURES)).sum().item())
     made.load(path, {"average": average})
     found = {"weights": whole(made, model), "average": whole(made, average), "seen": seen}
     made.strategy.teardown()

@@ -247,6 +247,26 @@ EDITS: dict[str, Callable[[Any, float], Any]] = {  # each multiplies a DTensor, 
 }
 if hasattr(torch, "foreach"):  # since torch 2.15
     EDITS["list, by its public name"] = lambda p, by: torch.foreach.mul_([p], by)
+
+
+def tied_across_blocks(stage: int, **how: Any) -> list[float]:
+    """The losses of steps in which the first block, in its forward, reads weights of the second one beside its own."""
+    model, optimizer, engine = make_engine(torch_sgd, 2, stage, **how)
+    first, second = model.blocks
+    beside, losses = list[Tensor](), list[float]()
+    first.register_forward_hook(lambda *_: beside.append(whole((first.up.weight * second.up.weight).sum())))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with engine.forward():
+            loss = loss_of(model, 0, step) + 0.1 * beside.pop()
+        with engine.backward():
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    engine.close()
+    return losses
+
+
 WHENS = ["before forward", "before step", "after a look"]  # stepped values are still to come, or there
 
 

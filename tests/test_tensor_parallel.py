@@ -218,6 +218,17 @@ def test_compiled_layers_take_dtensors_of_the_class_that_notices_edits(
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
+def test_a_weight_that_rests_is_read_beside_one_whose_values_are_there(two_ranks: RankPool, tmp_path: Path) -> None:
+    expected = two_ranks.run(tensor_jobs.tied_across_blocks, 1)
+    offload = {"optimizer": "nvme", "parameters": "nvme"}  # else no weight rests, where no data is parallel
+    for mine, theirs in zip(
+        two_ranks.run(tensor_jobs.tied_across_blocks, 3, folder=tmp_path, offload=offload, **tensor_jobs.UNITS),
+        expected,
+        strict=True,
+    ):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_overflows_in_one_ranks_part_of_a_tensor_is_skipped_on_all(stage: int, two_ranks: RankPool) -> None:
     weight = seeded(lambda: torch.nn.Linear(4, 4, bias=False)).weight.detach()

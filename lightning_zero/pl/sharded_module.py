@@ -90,7 +90,9 @@ class SyncControl:
     """Serves `Fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        return cast(ShardedModule, module).accumulating() if enabled else nullcontext()
+        if not enabled or not isinstance(module, ShardedModule):  # a copy, whose gradients are never averaged
+            return nullcontext()
+        return module.accumulating()
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

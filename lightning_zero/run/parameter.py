@@ -35,7 +35,7 @@ from lightning_zero.views.intercept import (
     call,
     subclass_of,
 )
-from lightning_zero.views.lazy import LazyTensor, stored_in, values_of
+from lightning_zero.views.lazy import stored_in, values_of
 
 if TYPE_CHECKING:
     from lightning_zero.run.loans import Loans
@@ -81,12 +81,13 @@ class WatchedDTensor(_Intercepting):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if LazyTensor in types:
-            return NotImplemented  # it reads what it stands for, and calls again with this rank's part
-        if func in _EDITS_UNSEEN and not torch.compiler.is_compiling():
-            for value in tree_iter((args, kwargs)):
-                if isinstance(value, WatchedDTensor) and (slot := slot_of(value)) is not None:
-                    cls.lender.watch(slot.group)
+        if not torch.compiler.is_compiling():
+            if func in _EDITS_UNSEEN:
+                for value in tree_iter((args, kwargs)):
+                    if isinstance(value, WatchedDTensor) and (slot := slot_of(value)) is not None:
+                        cls.lender.watch(slot.group)
+            if func not in _DIFFERENTIATE and any(hasattr(kind, "borrow") for kind in types):
+                return NotImplemented  # what has no values here, and brings them, is beside it
         if func in _DIFFERENTIATE:
             return _differentiate(func, *args, **(kwargs or {}))
         with no_interception():
