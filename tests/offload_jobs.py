@@ -44,7 +44,7 @@ class Onlooker(L.Callback):
 
 
 class GoesBack(L.Callback):
-    """Loads the weights of the first step after the third, as Lightning's finder of learning rates does."""
+    """Loads after the third step the weights from before the first, as Lightning's finder of learning rates does."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "first.ckpt")

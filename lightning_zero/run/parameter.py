@@ -81,15 +81,15 @@ class WatchedDTensor(_Intercepting):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DIFFERENTIATE:
+            return _differentiate(func, *args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
             if func in _EDITS_UNSEEN:
                 for value in tree_iter((args, kwargs)):
                     if isinstance(value, WatchedDTensor) and (slot := slot_of(value)) is not None:
                         cls.lender.watch(slot.group)
-            if func not in _DIFFERENTIATE and any(hasattr(kind, "borrow") for kind in types):
-                return NotImplemented  # what has no values here, and brings them, is beside it
-        if func in _DIFFERENTIATE:
-            return _differentiate(func, *args, **(kwargs or {}))
+            if any(hasattr(kind, "borrow") for kind in types):
+                return NotImplemented  # beside it is a tensor without values, whose class brings them
         with no_interception():
             return func(*args, **(kwargs or {}))
 

@@ -74,7 +74,7 @@ _PLACES = {
     ("all_to_all", "early parameter"): "the sharding of parameter {} of configure_model",
     ("broadcast", "early parameter"): "the sharding of parameter {} of configure_model",
     ("all_gather", "activation checkpoint"): "the all-gather of the activation checkpoint of {}",
-    ("all_gather", "tensor-parallel parts"): "the all-gather of what tensor-parallel ranks share",
+    ("all_gather", "tensor-parallel parts"): "the all-gather of the parts that tensor-parallel ranks have",
     ("all_to_all", "whole tensors from"): "the exchange of the gradients of whole tensors from {}",
     ("broadcast", "initial"): "the broadcast of rank 0's {}",
     ("broadcast", "buffers"): "the broadcast of rank 0's buffers",
